@@ -1,0 +1,251 @@
+"""Invariants of single rows (I1, I2): the same checks run before the write and after the read.
+
+Every function takes a normalised row and raises SegmentRejected naming rollout, segment, index
+and both values. `check_row` is the one entry: schema first, then the stream's own rules.
+"""
+
+import hashlib
+import math
+import struct
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import xxhash
+
+from molt.schemas.columns import Row, normalise, row_name
+from molt.schemas.control import CONTROL_ENUMS
+from molt.schemas.errors import SegmentRejected
+from molt.schemas.streams import ENUMS
+
+ROOT_DIGEST = bytes(32)
+LOGPROB_MAX = 1e-4
+"""A log-probability may exceed 0 by rounding, by no more than this."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parent:
+    """What a child segment must agree with."""
+
+    digest: bytes
+    n_chain: int
+    """Tokens of the parent's whole chain, root to its own last token."""
+    n_own: int
+    """Tokens of the parent's own row."""
+
+
+def segment_digest(row: Mapping[str, Any], parent_digest: bytes = ROOT_DIGEST) -> bytes:
+    """blake2b-256 over the parent's digest, `keep` and the row's own token columns."""
+    h = hashlib.blake2b(parent_digest, digest_size=32)
+    h.update(struct.pack("<q", row["keep"]))
+    for name, dtype in (
+        ("token_ids", "<i4"),
+        ("sampled", "u1"),
+        ("train", "u1"),
+        ("logprobs", "<f4"),
+    ):
+        array = np.ascontiguousarray(row[name], dtype=dtype)
+        h.update(struct.pack("<q", len(array)))
+        h.update(array.tobytes())
+    for run in row["version_runs"]:
+        h.update(struct.pack("<iqi", run["epoch"], run["version"], run["n"]))
+    return h.digest()
+
+
+def chain_digest(tip_digests: Sequence[bytes]) -> bytes:
+    """blake2b-256 of the tips' digests in segment order: one value names a whole rollout."""
+    h = hashlib.blake2b(digest_size=32)
+    for digest in tip_digests:
+        h.update(digest)
+    return h.digest()
+
+
+def check_row(
+    stream: str, schema: pa.Schema, row: Mapping[str, Any], parent: Parent | None = None
+) -> Row:
+    """An owned, fully checked copy of `row`, ready to be stored."""
+    if stream == "segments":
+        row = _unsampled_to_zero(row)
+    out = normalise(stream, schema, row)
+    check_enums(stream, out)
+    if stream == "segments":
+        check_segment(out, parent)
+    elif stream in CHECKS:
+        CHECKS[stream](out)
+    return out
+
+
+def check_enums(stream: str, row: Row) -> None:
+    for (owner, name), allowed in (ENUMS | CONTROL_ENUMS).items():
+        if owner == stream and row.get(name) is not None and row[name] not in allowed:
+            raise SegmentRejected(
+                f"{row_name(stream, row)}: {name} '{row[name]}' is none of {sorted(allowed)}"
+            )
+
+
+def _unsampled_to_zero(row: Mapping[str, Any]) -> Mapping[str, Any]:
+    """None stands for "no logprob"; it is legal only where the token was not sampled."""
+    logprobs, sampled = row.get("logprobs"), row.get("sampled")
+    if logprobs is None or sampled is None or isinstance(logprobs, np.ndarray):
+        return row
+    if len(logprobs) != len(sampled):
+        return row
+    for i, (value, flag) in enumerate(zip(logprobs, sampled, strict=True)):
+        if value is None and flag:
+            raise SegmentRejected(
+                f"{row_name('segments', row)}: no logprob for the sampled token at index {i}; "
+                "every sampled token needs one (ask the engine for logprobs)"
+            )
+    return {**row, "logprobs": [0.0 if v is None else v for v in logprobs]}
+
+
+def check_segment(row: Row, parent: Parent | None = None) -> None:
+    """All rules of one segment row; `parent` adds the rules of the chain when it is known."""
+    _check_lengths(row)
+    _check_masks(row)
+    _check_logprobs(row)
+    _check_versions(row)
+    _check_media(row)
+    _check_link(row, parent)
+    if parent is not None or row["parent"] is None:
+        expected = segment_digest(row, parent.digest if parent else ROOT_DIGEST)
+        if row["digest"] != expected:
+            _reject(row, f"digest {row['digest'].hex()} instead of {expected.hex()}")
+
+
+def _reject(row: Row, why: str) -> None:
+    raise SegmentRejected(f"{row_name('segments', row)}: {why}")
+
+
+def _check_lengths(row: Row) -> None:
+    n = len(row["token_ids"])
+    if n == 0:
+        _reject(row, "no tokens; a segment holds at least one")
+    n_sampled = int(np.count_nonzero(row["sampled"]))
+    what = "sampled tokens" if n_sampled == n else "tokens"
+    for name in ("sampled", "train", "logprobs"):
+        if len(row[name]) != n:
+            _reject(row, f"{len(row[name])} {name} for {n} {what}")
+    if int(row["token_ids"].min()) < 0:
+        _reject(row, f"token id {int(row['token_ids'].min())} is negative")
+
+
+def _check_masks(row: Row) -> None:
+    sampled, train = row["sampled"], row["train"]
+    for name, mask in (("sampled", sampled), ("train", train)):
+        if int(mask.max()) > 1:
+            _reject(row, f"{name} is {int(mask.max())} at index {int(mask.argmax())}, not 0 or 1")
+    loose = np.flatnonzero(train > sampled)
+    if len(loose):
+        _reject(row, f"train is 1 at index {loose[0]}, where the token was not sampled")
+    excluded = bool(np.any(sampled > train))
+    if excluded and not row["train_reason"]:
+        _reject(row, "sampled tokens with train = 0 need a train_reason")
+
+
+def _check_logprobs(row: Row) -> None:
+    sampled = row["sampled"] == 1
+    logprobs = row["logprobs"]
+    bad = np.flatnonzero(sampled & ~(np.isfinite(logprobs) & (logprobs <= LOGPROB_MAX)))
+    if len(bad):
+        i = int(bad[0])
+        _reject(row, f"logprob {logprobs[i]} at index {i} is not finite and <= 0")
+    loose = np.flatnonzero(~sampled & (logprobs != 0.0))
+    if len(loose):
+        i = int(loose[0])
+        _reject(row, f"logprob {logprobs[i]} at index {i}, where nothing was sampled")
+
+
+def _check_versions(row: Row) -> None:
+    n_sampled = int(row["sampled"].sum())
+    total = sum(run["n"] for run in row["version_runs"])
+    if total != n_sampled:
+        _reject(row, f"version_runs cover {total} tokens, but {n_sampled} were sampled")
+    for run in row["version_runs"]:
+        if run["n"] < 1 or run["epoch"] < 1 or run["version"] < 0:
+            _reject(row, f"impossible version run {run}")
+
+
+def _check_media(row: Row) -> None:
+    n = len(row["token_ids"])
+    for run in row["media"]:
+        if run["start"] < 0 or run["n_tokens"] < 1 or run["start"] + run["n_tokens"] > n:
+            _reject(row, f"media run at {run['start']} of {run['n_tokens']} tokens in {n}")
+
+
+def _check_link(row: Row, parent: Parent | None) -> None:
+    if row["parent"] is None:
+        if row["keep"] != 0:
+            _reject(row, f"keep is {row['keep']} at a root; a root keeps nothing")
+        return
+    if not 0 <= row["parent"] < row["segment"]:
+        _reject(row, f"parent {row['parent']} does not come before segment {row['segment']}")
+    if row["keep"] < 1:
+        _reject(row, f"keep is {row['keep']}; a child keeps at least one token of its parent")
+    if parent is None:
+        return
+    first_own = parent.n_chain - parent.n_own
+    if not first_own < row["keep"] <= parent.n_chain:
+        _reject(
+            row,
+            f"keep {row['keep']} does not end inside parent {row['parent']}, whose own tokens "
+            f"are {first_own + 1} to {parent.n_chain} of its chain",
+        )
+
+
+def check_reward(row: Row) -> None:
+    value = row["value"]
+    if value is not None and not math.isfinite(value):
+        raise SegmentRejected(
+            f"{row_name('rewards', row)}: reward '{row['name']}' is {value}; "
+            "use None for a rollout that cannot be scored"
+        )
+    if row["revision"] < 0:
+        raise SegmentRejected(f"{row_name('rewards', row)}: revision {row['revision']} < 0")
+
+
+def check_routing(row: Row) -> None:
+    """Rows must fit `n` positions and their own hashes (shape is checked with the metadata)."""
+    n, size = row["n"], len(row["experts"])
+    if n < 1 or len(row["row_xxh3"]) != n or size % n:
+        raise SegmentRejected(
+            f"{row_name('routing', row)}: {size} bytes and {len(row['row_xxh3'])} hashes "
+            f"for {n} positions"
+        )
+    width = size // n
+    for i, expected in enumerate(row["row_xxh3"]):
+        found = xxhash.xxh3_64_intdigest(row["experts"][i * width : (i + 1) * width])
+        if found != expected:
+            raise SegmentRejected(
+                f"{row_name('routing', row)}: hash of position {row['start'] + i} is "
+                f"{found:016x}, recorded {int(expected):016x}"
+            )
+
+
+def check_prompt(row: Row) -> None:
+    if row["group_id"] != f"{row['purpose']}-{row['ordinal']}":
+        raise SegmentRejected(
+            f"{row_name('prompts', row)}: group_id must be {row['purpose']}-{row['ordinal']}"
+        )
+    if row["n"] < 1 or row["ordinal"] < 0 or row["attempt"] < 0:
+        raise SegmentRejected(
+            f"{row_name('prompts', row)}: n {row['n']}, ordinal {row['ordinal']}, "
+            f"attempt {row['attempt']}"
+        )
+
+
+def check_rollout(row: Row) -> None:
+    if row["status"] in ("failed", "aborted") and not row["reason"]:
+        raise SegmentRejected(
+            f"{row_name('rollouts', row)}: status {row['status']} needs a reason"
+        )
+
+
+CHECKS: dict[str, Callable[[Row], None]] = {
+    "rewards": check_reward,
+    "routing": check_routing,
+    "prompts": check_prompt,
+    "rollouts": check_rollout,
+}

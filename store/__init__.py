@@ -1,0 +1,13 @@
+"""The trajectory log: durable appends, verified reads, one control log, SQL.
+
+Imports neither torch nor vllm nor ray.
+"""
+
+if __name__ != "molt.store":
+    raise ImportError("import molt.store, not store")
+
+from molt.store.log import Log
+from molt.store.tail import Tail
+from molt.store.writer import Ticket, Writer
+
+__all__ = ["Log", "Tail", "Ticket", "Writer"]

@@ -1,0 +1,143 @@
+"""One commit = one Arrow IPC file with its own checksum inside (invariant I6: visible = whole).
+
+The xxh3-64 of the whole file, taken with 16 ASCII zeros in the digits' place, is patched into the
+footer metadata. A reader finds the digits from the end before it parses anything, so a damaged
+file is never given to Arrow; the file stays readable by every Arrow tool.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import pyarrow as pa
+import xxhash
+
+from molt.schemas.errors import LogCorrupt
+from molt.schemas.streams import UNCOMPRESSED
+from molt.schemas.text import canonical_json
+from molt.schemas.upgrade import to_current
+
+MARK = b"molt.xxh3="
+DIGITS = 16
+ZEROS = b"0" * DIGITS
+MAGIC = b"ARROW1"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Commit:
+    """A verified commit: its place in the log and its rows."""
+
+    writer: str
+    """Name of the writer's directory; "control" for a control record."""
+    seq: int
+    stream: str
+    header: dict[str, Any]
+    table: pa.Table
+
+    @property
+    def where(self) -> str:
+        return f"{self.writer}/{self.seq}.{self.stream}"
+
+
+def encode(
+    table: pa.Table,
+    *,
+    stream: str,
+    writer: str,
+    seq: int,
+    schema_text: str,
+    header: Mapping[str, Any] | None = None,
+    extra: Mapping[str, str] | None = None,
+) -> bytearray:
+    """The bytes of a commit. `extra` goes into the Arrow schema's metadata (routing shape)."""
+    # The mark must be found once only: inside JSON an escaped "=" means the same.
+    head = canonical_json(dict(header or {})).replace("molt.xxh3=", "molt.xxh3\\u003d")
+    meta = {
+        "molt.stream": stream,
+        "molt.writer": writer,
+        "molt.seq": str(seq),
+        "molt.rows": str(table.num_rows),
+        "molt.schema": schema_text,
+        "molt.header": head,
+        "molt.check": (MARK + ZEROS).decode(),
+    }
+    codec = None if stream in UNCOMPRESSED else pa.Codec("zstd", 1)
+    schema = table.schema.with_metadata(dict(extra)) if extra else table.schema
+    sink = pa.BufferOutputStream()
+    options = pa.ipc.IpcWriteOptions(compression=codec)
+    with pa.ipc.new_file(sink, schema, options=options, metadata=meta) as out:
+        out.write_table(table)
+    raw = bytearray(sink.getvalue())
+    at = raw.rfind(MARK) + len(MARK)
+    assert raw[at : at + DIGITS] == ZEROS, "the checksum's place is not where it was written"
+    raw[at : at + DIGITS] = xxhash.xxh3_64_hexdigest(raw).encode()
+    return raw
+
+
+def checksum_error(raw: bytes | bytearray | memoryview) -> str | None:
+    """What is wrong with the bytes of a commit; None if the checksum holds."""
+    tail_start = max(0, len(raw) - (1 << 20))
+    at = bytes(raw[tail_start:]).rfind(MARK)
+    if at < 0 and tail_start:
+        tail_start, at = 0, bytes(raw).rfind(MARK)
+    at += tail_start + len(MARK)
+    if at < tail_start + len(MARK) or at + DIGITS > len(raw):
+        return "no checksum in its footer (cut, zeroed or not a commit)"
+    view = memoryview(raw)
+    found = bytes(view[at : at + DIGITS])
+    h = xxhash.xxh3_64(view[:at])
+    h.update(ZEROS)
+    h.update(view[at + DIGITS :])
+    computed = h.hexdigest().encode()
+    if found != computed:
+        return f"checksum {found.decode('ascii', 'replace')} recorded, {computed.decode()} computed"
+    return None
+
+
+def decode(
+    raw: bytes | memoryview,
+    *,
+    stream: str | None,
+    writer: str,
+    seq: int,
+    columns: list[str] | None = None,
+) -> Commit:
+    """A commit from its bytes: checksum -> open -> names -> row count -> validate -> upgrade.
+
+    `stream` None takes the kind from the file itself (control records); `columns` decodes only
+    those columns. Raises LogCorrupt (SchemaMismatch for a newer format); no error of Arrow's own
+    escapes.
+    """
+    where = f"{writer}/{seq}.{stream or 'control'}"
+    wrong = checksum_error(raw)
+    if wrong:
+        raise LogCorrupt(f"{where}: {wrong}; nothing of it was read. Run `molt doctor` on the log")
+    try:
+        meta, table = _parse(raw, columns)
+        own = (meta["molt.stream"], meta["molt.writer"], int(meta["molt.seq"]))
+        rows = int(meta["molt.rows"])
+        header = json.loads(meta["molt.header"])
+    except (pa.ArrowException, OSError, KeyError, ValueError) as error:
+        raise LogCorrupt(f"{where}: checksum holds but the file does not parse: {error}") from None
+    stream = stream or own[0]
+    if own != (stream, writer, seq):
+        raise LogCorrupt(f"{where}: the file says it is {own[1]}/{own[2]}.{own[0]}")
+    if table.num_rows != rows:
+        raise LogCorrupt(f"{where}: {table.num_rows} rows instead of {rows}")
+    if stream != "end" and columns is None:
+        table = to_current(table, stream, meta["molt.schema"], where)
+    return Commit(writer=writer, seq=seq, stream=stream, header=header, table=table)
+
+
+def _parse(raw: bytes | memoryview, columns: list[str] | None) -> tuple[dict[str, str], pa.Table]:
+    source = pa.py_buffer(raw)
+    reader = pa.ipc.open_file(source)
+    if columns is not None:
+        names = reader.schema.names
+        picked = [names.index(c) for c in columns if c in names]
+        reader = pa.ipc.open_file(source, options=pa.ipc.IpcReadOptions(included_fields=picked))
+    table = reader.read_all()
+    table.validate(full=True)
+    meta = {k.decode(): v.decode() for k, v in (reader.metadata or {}).items()}
+    return meta, table

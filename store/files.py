@@ -1,0 +1,109 @@
+"""Every system call that makes the log durable: fsync, link, unlink and exclusive names.
+
+`publish` is put-if-absent: dot-file, write, fsync, link() to the final name (never rename, which
+overwrites), unlink, fsync of the directory. After it returns, the name holds exactly these bytes
+across kill -9 and power loss. Nothing else in the project writes below the log's data folders.
+"""
+
+import contextlib
+import errno
+import os
+import secrets
+from pathlib import Path
+
+from molt.schemas.errors import MoltError
+
+
+class NameTaken(MoltError, FileExistsError):
+    """The final name exists with other content."""
+
+
+class PublishUnknown(MoltError, OSError):
+    """Failure at or after the link: the file may or may not be there; its directory is dead."""
+
+
+def make_dirs(path: Path, *, mode: int = 0o700) -> None:
+    """Create `path`; every new directory is fsynced into its parent, outermost first."""
+    missing = []
+    while not path.exists():
+        missing.append(path)
+        path = path.parent
+    for folder in reversed(missing):
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(folder, mode)
+        fsync_dir(folder.parent)
+
+
+def fsync_dir(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def publish(final: Path, data: bytes | bytearray) -> None:
+    """Put `data` under `final` if the name is free.
+
+    Raises OSError before the link (nothing visible, may be retried), NameTaken if another file
+    has the name, PublishUnknown for a failure at or after the link. A lost reply (the link
+    succeeded but reported an error) counts as success: the content decides.
+    """
+    temp = final.parent / f".{final.name}.{os.getpid()}.{secrets.token_hex(4)}"
+    try:
+        _write_durable(temp, data)
+        _link(temp, final, data)
+    finally:
+        with contextlib.suppress(OSError):
+            os.unlink(temp)
+    try:
+        fsync_dir(final.parent)
+    except OSError as error:
+        raise PublishUnknown(error.errno, f"fsync of {final.parent} failed: {error}") from error
+
+
+def _write_durable(path: Path, data: bytes | bytearray) -> None:
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    try:
+        view = memoryview(data)
+        while view:
+            n = os.write(fd, view)
+            if n <= 0:
+                raise OSError(errno.EIO, f"wrote {n} bytes of {len(view)} to {path}")
+            view = view[n:]
+        os.fsync(fd)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.close(fd)
+        raise
+    os.close(fd)
+
+
+def _link(temp: Path, final: Path, data: bytes | bytearray) -> None:
+    try:
+        os.link(temp, final)
+        return
+    except OSError as error:
+        cause = error
+    try:
+        if os.stat(temp).st_nlink == 2:
+            return
+        found = final.read_bytes()
+    except FileNotFoundError:
+        if cause.errno == errno.EEXIST:
+            raise PublishUnknown(errno.EIO, f"{final} exists and cannot be read") from cause
+        raise PublishUnknown(cause.errno, f"link to {final} failed: {cause}") from cause
+    except OSError as error:
+        raise PublishUnknown(error.errno, f"link to {final}: outcome unknown: {error}") from cause
+    if found == bytes(data):
+        return
+    raise NameTaken(errno.EEXIST, f"{final} exists with other content")
+
+
+def names(folder: Path) -> list[str]:
+    """A fresh listing without dot-files, sorted; a folder that is not there is empty."""
+    try:
+        with os.scandir(folder) as entries:
+            return sorted(e.name for e in entries if not e.name.startswith("."))
+    except FileNotFoundError:
+        return []

@@ -1,0 +1,115 @@
+"""Following the log: each visible commit once, in its writer's order.
+
+A poll lists the control log first and then the data (effects before causes: every row that a plan
+names is found). It never asks for a future name; it scans each open writer's current bucket afresh.
+A missing number with later ones behind it is a gap: wait, then LogGap after `gap_s_max`.
+"""
+
+import errno
+import time
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from molt.schemas.errors import LogGap
+from molt.store.commit import Commit
+from molt.store.control import Lineage, Record, control_numbers, lineage_of, read_record
+from molt.store.reader import BUCKET, END, bucket_files, read_commit, writer_names
+
+TRANSIENT = {errno.ENOENT, errno.ESTALE}
+
+
+@dataclass(slots=True)
+class _Cursor:
+    next_seq: int = 0
+    gap_since: float | None = None
+    done: bool = False
+
+
+class Tail:
+    """A reader's position in one log.
+
+    `streams` limits what is read and delivered (None = all); `columns` decodes only those columns
+    of a stream. Example: `for commit in log.tail(streams={"rollouts"}).poll(): ...`.
+    """
+
+    def __init__(
+        self,
+        log: Path,
+        *,
+        streams: Collection[str] | None = None,
+        columns: Mapping[str, list[str]] | None = None,
+        gap_s_max: float = 60.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.log = log
+        self.streams = None if streams is None else frozenset(streams)
+        self.columns = dict(columns or {})
+        self.gap_s_max, self.clock = gap_s_max, clock
+        self.records: list[Record] = []
+        self.lineage: Lineage = lineage_of([])
+        self._cursors: dict[str, _Cursor] = {}
+
+    def poll(self) -> tuple[list[Record], list[Commit]]:
+        """What became visible since the last poll: control records, then data commits."""
+        records = self._poll_control()
+        commits: list[Commit] = []
+        for writer in writer_names(self.log):
+            cursor = self._cursors.setdefault(writer, _Cursor())
+            if not cursor.done:
+                self._poll_writer(writer, cursor, commits)
+        return records, commits
+
+    def _poll_control(self) -> list[Record]:
+        start = len(self.records)
+        numbers = [n for n in control_numbers(self.log) if n >= start]
+        fresh = []
+        for i, n in enumerate(numbers):
+            if n != start + i:
+                break
+            fresh.append(read_record(self.log, n))
+        self.records += fresh
+        if any(r.kind == "epoch" for r in fresh):
+            self.lineage = lineage_of(self.records)
+        return fresh
+
+    def _poll_writer(self, writer: str, cursor: _Cursor, out: list[Commit]) -> None:
+        limit = self.lineage.last_seq(writer)
+        while True:
+            bucket = cursor.next_seq // BUCKET
+            files = [f for f in bucket_files(self.log, writer, bucket) if f.seq >= cursor.next_seq]
+            for file in files:
+                if limit is not None and file.seq > limit:
+                    cursor.done = True
+                    return
+                if file.seq != cursor.next_seq:
+                    self._gap(writer, cursor, file.seq)
+                    return
+                if file.stream == END:
+                    cursor.done = True
+                    return
+                if self.streams is None or file.stream in self.streams:
+                    try:
+                        out.append(read_commit(file, self.columns.get(file.stream)))
+                    except OSError as error:
+                        if error.errno in TRANSIENT:
+                            self._gap(writer, cursor, file.seq)
+                            return
+                        raise
+                cursor.next_seq += 1
+                cursor.gap_since = None
+            if limit is not None and cursor.next_seq > limit:
+                cursor.done = True
+                return
+            if cursor.next_seq // BUCKET == bucket:
+                return
+
+    def _gap(self, writer: str, cursor: _Cursor, seen: int) -> None:
+        now = self.clock()
+        if cursor.gap_since is None:
+            cursor.gap_since = now
+        elif now - cursor.gap_since > self.gap_s_max:
+            raise LogGap(
+                f"{writer}: commit {cursor.next_seq} has been missing for more than "
+                f"{self.gap_s_max:g} s while {seen} is there; run `molt doctor` on the log"
+            )

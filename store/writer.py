@@ -1,0 +1,318 @@
+"""The appender: rows of one process become commits, durable before they count (invariant I6).
+
+One writer owns one directory, `data/<epoch>-<host>-<pid>-<rand>/`, with one dense sequence over all
+its streams and one publish in flight. `append` checks and copies a row and returns a Ticket;
+the ticket resolves when the row's commit is durable. Group commit: a flush happens at
+`flush_bytes`, `flush_rows`, after `linger_s`, and at once for a `rollouts` row.
+"""
+
+import datetime
+import os
+import secrets
+import socket
+import threading
+from collections import OrderedDict
+from collections.abc import Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from molt.schemas.check import ROOT_DIGEST, Parent, check_row
+from molt.schemas.columns import Row, row_name, to_table
+from molt.schemas.errors import SegmentRejected, WriterClosed
+from molt.schemas.records import Ref, to_row
+from molt.schemas.streams import (
+    AT,
+    FLUSH_ORDER,
+    STREAMS,
+    USER_PREFIX,
+    VERSIONS,
+    schema_id,
+)
+from molt.store.commit import encode
+from molt.store.files import NameTaken, PublishUnknown, make_dirs, publish
+from molt.store.reader import END, commit_path
+
+KEYS_REMEMBERED = 200_000
+"""Own keys a writer remembers for the check "same key, same content"."""
+
+
+class Ticket(Future[Ref]):
+    """Resolves to the row's address once its commit is durable.
+
+    `ticket.result()` blocks; it raises what the publish raised, and then nothing of the row is
+    visible and the same append may be repeated.
+    """
+
+
+@dataclass(slots=True)
+class _Pending:
+    stream: str
+    row: Row
+    ticket: Ticket
+    key: tuple[Any, ...] | None
+
+
+class Writer:
+    """Appends rows to one log. Thread-safe; refuses use after fork(); `close` ends it cleanly.
+
+    Example::
+
+        w = log.writer()
+        ticket = w.append("rewards", RewardRow(rollout_id="train-0/0", ...))
+        w.flush()          # everything appended so far is durable
+    """
+
+    def __init__(
+        self,
+        log: Path,
+        epoch: int,
+        *,
+        linger_s: float = 0.5,
+        flush_bytes: int = 4 << 20,
+        flush_rows: int = 256,
+        user_schemas: Mapping[str, pa.Schema] | None = None,
+        routing: Mapping[str, str] | None = None,
+    ) -> None:
+        self.log, self.epoch = log, epoch
+        self.linger_s, self.flush_bytes, self.flush_rows = linger_s, flush_bytes, flush_rows
+        self._schemas = dict(STREAMS)
+        for name, schema in (user_schemas or {}).items():
+            if not name.startswith(USER_PREFIX):
+                raise SegmentRejected(f"a user's stream must be called x_..., not '{name}'")
+            self._schemas[name] = schema.append(AT) if "at" not in schema.names else schema
+        self._routing = dict(routing or {})
+        self._pid = os.getpid()
+        self._lock = threading.Condition()
+        self._publish_lock = threading.Lock()
+        self._pending: list[_Pending] = []
+        self._pending_bytes = 0
+        self._urgent = False
+        self._closed = False
+        self._keys: OrderedDict[tuple[Any, ...], tuple[bytes, Ticket]] = OrderedDict()
+        self._parents: dict[tuple[str, int], dict[int, Parent]] = {}
+        self._open_directory()
+        self._thread = threading.Thread(target=self._flush_loop, name="molt-writer", daemon=True)
+        self._thread.start()
+
+    # -- appending ---------------------------------------------------------------------------
+
+    def append(self, stream: str, row: Any) -> Ticket:
+        """Check, copy and queue one row (a mapping, or a record of molt.schemas.records).
+
+        The same key with the same content returns the first ticket; other content under a key
+        is SegmentRejected. `at` is filled in.
+        """
+        mapping = dict(row) if isinstance(row, Mapping) else to_row(row)
+        if stream not in self._schemas:
+            raise SegmentRejected(
+                f"unknown stream '{stream}'; declare your own as x_<name> when opening the writer"
+            )
+        mapping.setdefault("at", datetime.datetime.now(datetime.UTC).replace(tzinfo=None))
+        with self._lock:
+            self._check_usable()
+            checked = check_row(
+                stream, self._schemas[stream], mapping, self._parent_of(stream, mapping)
+            )
+            key, digest = _key(stream, checked)
+            if key is not None and key in self._keys:
+                return self._same_key(stream, checked, key, digest)
+            pending = _Pending(stream, checked, Ticket(), key)
+            self._remember(stream, checked, key, digest, pending.ticket)
+            self._pending.append(pending)
+            self._pending_bytes += _size(checked)
+            if self._due() or stream == "rollouts":
+                self._urgent = True
+            self._lock.notify_all()
+            return pending.ticket
+
+    def flush(self) -> None:
+        """Publish everything appended so far; returns when it is durable, raises if it is not."""
+        with self._lock:
+            self._check_usable()
+            tickets = [p.ticket for p in self._pending]
+        self._publish_pending()
+        for ticket in tickets:
+            ticket.result()
+
+    def close(self) -> None:
+        """Flush, publish the `end` commit (readers forget this writer) and stop."""
+        with self._lock:
+            if self._closed:
+                return
+            self._check_usable()
+            tickets = [p.ticket for p in self._pending]
+            self._closed = True
+            self._lock.notify_all()
+        self._thread.join()
+        self._publish_pending()
+        for ticket in tickets:
+            ticket.result()
+        self._publish_commit(END, pa.table({}))
+
+    def __enter__(self) -> "Writer":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # -- keys and parents ----------------------------------------------------------------------
+
+    def _check_usable(self) -> None:
+        if os.getpid() != self._pid:
+            raise WriterClosed(
+                f"writer {self.name} was opened by process {self._pid} and is used in "
+                f"{os.getpid()} after fork(); open a writer of its own in each process"
+            )
+        if self._closed:
+            raise WriterClosed(f"writer {self.name} is closed")
+
+    def _parent_of(self, stream: str, row: Mapping[str, Any]) -> Parent | None:
+        if stream != "segments" or row.get("parent") is None:
+            return None
+        known = self._parents.get((str(row.get("rollout_id")), int(row.get("attempt") or 0)), {})
+        return known.get(int(row["parent"]))
+
+    def _same_key(self, stream: str, row: Row, key: tuple[Any, ...], digest: bytes) -> Ticket:
+        first, ticket = self._keys[key]
+        if first == digest:
+            return ticket
+        raise SegmentRejected(
+            f"{row_name(stream, row)}: conflicting content under a key that this writer has "
+            "already appended; a retry must repeat the same content"
+        )
+
+    def _remember(
+        self, stream: str, row: Row, key: tuple[Any, ...] | None, digest: bytes, ticket: Ticket
+    ) -> None:
+        if key is None:
+            return
+        self._keys[key] = (digest, ticket)
+        if len(self._keys) > KEYS_REMEMBERED:
+            self._keys.popitem(last=False)
+        who = (row.get("rollout_id"), row.get("attempt"))
+        if stream == "segments":
+            family = self._parents.setdefault(who, {})  # type: ignore[arg-type]
+            n_own = len(row["token_ids"])
+            family[row["segment"]] = Parent(
+                digest=row["digest"], n_chain=row["keep"] + n_own, n_own=n_own
+            )
+        elif stream == "rollouts" and row["status"] != "pending":
+            self._parents.pop(who, None)  # type: ignore[arg-type]
+
+    def _forget(self, pending: list[_Pending]) -> None:
+        for p in pending:
+            if p.key is not None:
+                self._keys.pop(p.key, None)
+
+    # -- publishing ----------------------------------------------------------------------------
+
+    def _open_directory(self) -> None:
+        host = socket.gethostname().split(".")[0].replace("-", "_") or "host"
+        self.name = f"{self.epoch}-{host}-{os.getpid()}-{secrets.token_hex(3)}"
+        self._seq = 0
+        make_dirs(self.log / "data" / self.name)
+
+    def _due(self) -> bool:
+        return len(self._pending) >= self.flush_rows or self._pending_bytes >= self.flush_bytes
+
+    def _flush_loop(self) -> None:
+        while True:
+            with self._lock:
+                while not self._pending and not self._closed:
+                    self._lock.wait()
+                if self._closed:
+                    return
+                if not self._urgent:
+                    self._lock.wait_for(lambda: self._urgent or self._closed, self.linger_s)
+            self._publish_pending()
+
+    def _publish_pending(self) -> None:
+        with self._publish_lock:
+            with self._lock:
+                pending, self._pending = self._pending, []
+                self._pending_bytes, self._urgent = 0, False
+            streams = {p.stream for p in pending}
+            own = sorted(s for s in streams if s not in FLUSH_ORDER)
+            for stream in (*FLUSH_ORDER[:4], *own, *FLUSH_ORDER[4:]):
+                batch = [p for p in pending if p.stream == stream]
+                for at in range(0, len(batch), self.flush_rows):
+                    if not self._publish_batch(stream, batch[at : at + self.flush_rows]):
+                        self._fail_rest(pending)
+                        return
+
+    def _publish_batch(self, stream: str, batch: list[_Pending]) -> bool:
+        try:
+            table = to_table(self._schemas[stream], [p.row for p in batch])
+            writer, seq = self._publish_commit(stream, table)
+        except Exception as error:
+            with self._lock:
+                self._forget(batch)
+            for p in batch:
+                p.ticket.set_exception(error)
+            return False
+        for i, p in enumerate(batch):
+            p.ticket.set_result(Ref(writer=writer, seq=seq, row=i))
+        return True
+
+    def _fail_rest(self, pending: list[_Pending]) -> None:
+        """Order must hold: nothing behind a failed commit may become visible."""
+        rest = [p for p in pending if not p.ticket.done()]
+        with self._lock:
+            self._forget(rest)
+        for p in rest:
+            p.ticket.set_exception(
+                OSError(f"{row_name(p.stream, p.row)}: not written, an earlier commit failed")
+            )
+
+    def _publish_commit(self, stream: str, table: pa.Table) -> tuple[str, int]:
+        version = VERSIONS.get(stream, "1.0")
+        for last in (False, True):
+            path = commit_path(self.log, self.name, self._seq, stream)
+            raw = encode(
+                table,
+                stream=stream,
+                writer=self.name,
+                seq=self._seq,
+                schema_text=schema_id(stream, table.schema, version),
+                extra=self._routing if stream == "routing" else None,
+            )
+            try:
+                make_dirs(path.parent)
+                publish(path, raw)
+            except (PublishUnknown, NameTaken):
+                # The outcome is unknown: this directory is dead, unacknowledged rows move on.
+                self._open_directory()
+                if last:
+                    raise
+                continue
+            self._seq += 1
+            return self.name, self._seq - 1
+        raise AssertionError("unreachable")
+
+
+def _key(stream: str, row: Row) -> tuple[tuple[Any, ...] | None, bytes]:
+    """The row's identity in its stream and a digest of its content without `at`."""
+    if stream == "segments":
+        return (stream, row["rollout_id"], row["attempt"], row["segment"]), row["digest"]
+    if stream == "rollouts":
+        # A pending outcome may be followed by the final one: the status is part of the key.
+        key = (stream, row["rollout_id"], row["attempt"], row["status"] == "pending")
+        return key, repr((row["status"], row["reason"], row["chain_digest"])).encode()
+    if stream == "rewards":
+        names = ("rollout_id", "attempt", "segment", "token", "name", "revision")
+        return (stream, *(row[n] for n in names)), repr(row["value"]).encode()
+    return None, ROOT_DIGEST
+
+
+def _size(row: Row) -> int:
+    return sum(
+        v.nbytes if isinstance(v, np.ndarray) else len(v) if isinstance(v, str | bytes) else 16
+        for v in row.values()
+    )
+
+
