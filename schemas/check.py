@@ -18,7 +18,7 @@ import xxhash
 from molt.schemas.columns import Row, normalise, row_name
 from molt.schemas.control import CONTROL_ENUMS
 from molt.schemas.errors import SegmentRejected
-from molt.schemas.streams import ENUMS
+from molt.schemas.streams import ENUMS, expert_dtype
 
 ROOT_DIGEST = bytes(32)
 LOGPROB_MAX = 1e-4
@@ -206,6 +206,14 @@ def check_reward(row: Row) -> None:
         raise SegmentRejected(f"{row_name('rewards', row)}: revision {row['revision']} < 0")
 
 
+def check_scores(row: Row) -> None:
+    bad = np.flatnonzero(~np.isfinite(row["values"]))
+    if len(bad):
+        raise SegmentRejected(
+            f"{row_name('scores', row)}: value {row['values'][bad[0]]} at index {bad[0]}"
+        )
+
+
 def check_routing(row: Row) -> None:
     """Rows must fit `n` positions and their own hashes (shape is checked with the metadata)."""
     n, size = row["n"], len(row["experts"])
@@ -224,6 +232,44 @@ def check_routing(row: Row) -> None:
             )
 
 
+def check_routing_shape(row: Row, metadata: Mapping[str, str], n_chain: int | None = None) -> None:
+    """A routing row against the shape in the commit's metadata and, if known, its chain's end."""
+    who = row_name("routing", row)
+    try:
+        layers, top_k = int(metadata["molt.layers"]), int(metadata["molt.top_k"])
+        n_experts, dtype = int(metadata["molt.experts"]), np.dtype(metadata["molt.dtype"])
+    except KeyError as error:
+        raise SegmentRejected(
+            f"{who}: no {error} for this run; open the writer with routing=routing_metadata(...)"
+        ) from None
+    size = row["n"] * layers * top_k * dtype.itemsize
+    if len(row["experts"]) != size:
+        raise SegmentRejected(f"{who}: {len(row['experts'])} bytes of experts instead of {size}")
+    largest = int(np.frombuffer(row["experts"], dtype.newbyteorder("<")).max())
+    if largest >= n_experts:
+        raise SegmentRejected(f"{who}: expert {largest} in a run of {n_experts} experts")
+    if n_chain is not None and row["start"] + row["n"] > n_chain:
+        raise SegmentRejected(
+            f"{who}: positions {row['start']} to {row['start'] + row['n'] - 1} in a chain of "
+            f"{n_chain} tokens"
+        )
+
+
+def routing_columns(experts_NLK: np.ndarray, n_experts: int) -> Row:
+    """`n`, `experts` and `row_xxh3` of a routing row from expert ids [N, layers, top_k].
+
+    Ids that the run's dtype cannot hold are refused, never wrapped.
+    """
+    if experts_NLK.min() < 0 or experts_NLK.max() >= n_experts:
+        raise SegmentRejected(
+            f"expert ids {experts_NLK.min()} to {experts_NLK.max()} in a run of {n_experts} experts"
+        )
+    packed = experts_NLK.astype(np.dtype(expert_dtype(n_experts)).newbyteorder("<"))
+    rows = [row.tobytes() for row in packed]
+    hashes = [xxhash.xxh3_64_intdigest(row) for row in rows]
+    return {"n": len(rows), "experts": b"".join(rows), "row_xxh3": hashes}
+
+
 def check_prompt(row: Row) -> None:
     if row["group_id"] != f"{row['purpose']}-{row['ordinal']}":
         raise SegmentRejected(
@@ -238,13 +284,12 @@ def check_prompt(row: Row) -> None:
 
 def check_rollout(row: Row) -> None:
     if row["status"] in ("failed", "aborted") and not row["reason"]:
-        raise SegmentRejected(
-            f"{row_name('rollouts', row)}: status {row['status']} needs a reason"
-        )
+        raise SegmentRejected(f"{row_name('rollouts', row)}: status {row['status']} needs a reason")
 
 
 CHECKS: dict[str, Callable[[Row], None]] = {
     "rewards": check_reward,
+    "scores": check_scores,
     "routing": check_routing,
     "prompts": check_prompt,
     "rollouts": check_rollout,

@@ -5,7 +5,6 @@ edits by the caller cannot reach the log; `to_table` packs normalised rows.
 """
 
 import datetime
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -40,7 +39,7 @@ def normalise(stream: str, schema: pa.Schema, row: Mapping[str, Any]) -> Row:
     missing = [f.name for f in schema if f.name not in row and not f.nullable]
     if missing:
         raise SegmentRejected(f"{row_name(stream, row)}: missing field '{missing[0]}'")
-    out = {}
+    out: Row = {}
     for f in schema:
         value = row.get(f.name)
         if value is None:
@@ -108,9 +107,7 @@ def _struct(type_: pa.StructType, value: Any) -> Row:
     names = [type_.field(i).name for i in range(type_.num_fields)]
     if set(value) != set(names):
         raise ValueError(f"fields {sorted(value)} instead of {sorted(names)}")
-    return {
-        n: None if value[n] is None else convert(type_.field(n).type, value[n]) for n in names
-    }
+    return {n: None if value[n] is None else convert(type_.field(n).type, value[n]) for n in names}
 
 
 def _list(item: pa.DataType, value: Any) -> Any:
@@ -129,7 +126,9 @@ def _integers(item: pa.DataType, value: Any) -> np.ndarray:
     dtype = np.dtype(item.to_pandas_dtype())
     if len(value) == 0:
         return np.zeros(0, dtype)
-    array = np.asarray(value)
+    # numpy makes float64 of Python integers on both sides of 2**63, and loses their low bits.
+    whole = dtype == np.uint64 and all(isinstance(v, int | np.integer) for v in value)
+    array = np.asarray(value, dtype if whole else None)
     if array.ndim != 1 or array.dtype.kind not in "iub":
         raise TypeError(f"got items of dtype {array.dtype}, {array.ndim} axes")
     info = np.iinfo(dtype)
@@ -139,9 +138,9 @@ def _integers(item: pa.DataType, value: Any) -> np.ndarray:
 
 
 def _floats(item: pa.DataType, value: Any) -> np.ndarray:
-    """None becomes NaN here; a column that allows neither is refused by its own check."""
-    array = np.array([math.nan if v is None else v for v in value]) if has_none(value) else value
-    array = np.asarray(array)
+    if has_none(value):
+        raise TypeError("an item is None")
+    array = np.asarray(value)
     if array.size and (array.ndim != 1 or array.dtype.kind not in "fiu"):
         raise TypeError(f"got items of dtype {array.dtype}, {array.ndim} axes")
     return np.array(array, np.dtype(item.to_pandas_dtype()), copy=True)
@@ -175,9 +174,7 @@ def column(type_: pa.DataType, values: list[Any]) -> pa.Array:
 def to_rows(table: pa.Table) -> list[Row]:
     """A verified table as Python rows; number lists as numpy arrays, text unescaped."""
     columns = {name: _values(table.column(name)) for name in table.column_names}
-    return [
-        {name: values[i] for name, values in columns.items()} for i in range(table.num_rows)
-    ]
+    return [{name: values[i] for name, values in columns.items()} for i in range(table.num_rows)]
 
 
 def _values(col: pa.ChunkedArray) -> list[Any]:

@@ -40,6 +40,10 @@ class EngineError(MoltError, RuntimeError):
     """The inference engine refused a request or died."""
 
 
+class RequestRefused(EngineError):
+    """One request that the engine cannot serve (too long, malformed); the engine goes on."""
+
+
 class ModelIdentityError(EngineError):
     """The engine does not run the weights that were published (invariant I7 or I3)."""
 

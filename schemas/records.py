@@ -12,6 +12,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from molt.schemas.errors import ConfigError
+
 Int32s = npt.NDArray[np.int32]
 Uint8s = npt.NDArray[np.uint8]
 Float32s = npt.NDArray[np.float32]
@@ -68,6 +70,13 @@ class Sampling:
     min_p: float = 0.0
     max_tokens: int = 16
     stop: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Refuse values that vLLM would change without saying so."""
+        if self.temperature != 0 and not self.temperature >= 0.01:
+            raise ConfigError(f"temperature {self.temperature}: use 0 (greedy) or at least 0.01")
+        if self.max_tokens < 1:
+            raise ConfigError(f"max_tokens {self.max_tokens}: at least one token must be sampled")
 
     def untrainable_reason(self) -> str | None:
         """Why the trainer cannot reproduce this distribution; None if it can."""

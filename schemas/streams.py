@@ -1,10 +1,12 @@
 """The data streams: what rollout workers append. Columns are the contract.
 
 Schemas are declared here and never inferred. `STREAMS[name]` is the Arrow schema of a stream at
-`VERSIONS[name]`; `schema_id` is the text that every commit carries, `"<name> <version> <fingerprint>"`.
+`VERSIONS[name]`; `schema_id`, "<name> <version> <fingerprint>", is the text in every commit.
 List columns are `large_list` (64-bit offsets: 2**31 tokens in one file overflow `list`).
 Every row also has `at`, UTC wall-clock time: information only, nothing is ordered by it.
 """
+
+import re
 
 import pyarrow as pa
 import xxhash
@@ -20,9 +22,7 @@ ref_struct = pa.struct(
 """A row address: `log` indexes `epoch.sources` (0 = this log)."""
 
 attempt_struct = pa.struct([("rollout_id", pa.string()), ("attempt", pa.int32())])
-version_run_struct = pa.struct(
-    [("epoch", pa.int32()), ("version", pa.int64()), ("n", pa.int32())]
-)
+version_run_struct = pa.struct([("epoch", pa.int32()), ("version", pa.int64()), ("n", pa.int32())])
 sampling_struct = pa.struct(
     [
         ("temperature", pa.float64()),
@@ -174,6 +174,8 @@ FLUSH_ORDER = ("prompts", "segments", "routing", "scores", "rewards", "rollouts"
 """Order of one writer's commits within a flush: an outcome is published after all it names."""
 
 USER_PREFIX = "x_"
+USER_NAME = re.compile("x_[a-z0-9_]+")
+"""Names of users' own streams: one word in SQL and in file names."""
 
 
 def fingerprint(schema: pa.Schema) -> str:

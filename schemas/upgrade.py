@@ -11,7 +11,7 @@ import pyarrow as pa
 
 from molt.schemas.control import CONTROL, CONTROL_VERSIONS
 from molt.schemas.errors import SchemaMismatch
-from molt.schemas.streams import STREAMS, USER_PREFIX, VERSIONS, fingerprint
+from molt.schemas.streams import MAJOR, STREAMS, USER_PREFIX, VERSIONS, fingerprint
 
 UPGRADES: dict[tuple[str, str], Callable[[pa.Table], pa.Table]] = {}
 """(stream, found version) -> a function from that table to the current schema."""
@@ -28,24 +28,33 @@ def current_schema(stream: str) -> tuple[pa.Schema, str] | None:
     raise SchemaMismatch(f"unknown stream '{stream}'; users' own streams start with 'x_'")
 
 
-def to_current(table: pa.Table, stream: str, schema_text: str, where: str) -> pa.Table:
-    """`table` in the schema of this program; SchemaMismatch if that is not possible.
+def check_version(stream: str, schema_text: str, where: str) -> str:
+    """The version that a commit of `stream` was written in; SchemaMismatch if it is too new.
 
     `schema_text` is the commit's own `molt.schema`, `where` the file's name for messages.
     """
-    name, version, print_ = schema_text.split(" ")
+    name, _, rest = schema_text.partition(" ")
+    version, _, print_ = rest.partition(" ")
+    if name != stream or not print_:
+        raise SchemaMismatch(f"{where}: schema '{schema_text}' in a file of stream '{stream}'")
     known = current_schema(stream)
-    if name != stream:
-        raise SchemaMismatch(f"{where}: schema of '{name}' in a file of stream '{stream}'")
-    if known is None:
-        return table
-    schema, ours = known
+    ours = known[1] if known else f"{MAJOR}.0"
     if int(version.split(".")[0]) > int(ours.split(".")[0]):
         raise SchemaMismatch(
             f"{where}: '{stream}' is written in schema {version}, this program reads up to "
             f"{ours}; install a newer molt-log"
         )
-    if version == ours and print_ == fingerprint(schema):
+    return version
+
+
+def to_current(table: pa.Table, stream: str, schema_text: str, where: str) -> pa.Table:
+    """`table` in the schema of this program; SchemaMismatch if that is not possible."""
+    version = check_version(stream, schema_text, where)
+    known = current_schema(stream)
+    if known is None:
+        return table
+    schema, ours = known
+    if version == ours and schema_text.endswith(fingerprint(schema)):
         return table
     if (stream, version) in UPGRADES:
         table = UPGRADES[stream, version](table)
@@ -63,4 +72,4 @@ def _select(table: pa.Table, schema: pa.Schema, where: str, version: str) -> pa.
             raise SchemaMismatch(
                 f"{where}: schema {version} has no column '{f.name}' and no upgrade is known"
             )
-    return pa.Table.from_arrays(columns, schema=schema)
+    return pa.Table.from_arrays(columns, schema=schema.with_metadata(table.schema.metadata))

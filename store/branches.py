@@ -5,17 +5,23 @@ A sampled token shared by several branches belongs to the lowest-numbered one (i
 tokens of all branches sum to the sampled ones, so each is trained once per pass).
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
 
 
 class Link(Protocol):
     """What this module needs to know of a segment."""
 
-    parent: int | None
-    keep: int
-    n_tokens: int
+    @property
+    def parent(self) -> int | None: ...
+    @property
+    def keep(self) -> int: ...
+    @property
+    def n_tokens(self) -> int: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,8 +71,11 @@ def chain(segments: Mapping[int, Link], tip: int) -> list[tuple[int, int]]:
     return out[::-1]
 
 
-def branches(segments: Mapping[int, Link]) -> list[Branch]:
+def branches(segments: Mapping[int, Link], trained: Collection[int] | None = None) -> list[Branch]:
     """All branches of one attempt, numbered by their tip.
+
+    `trained` limits them to these tips: of a shared token the lowest *trained* branch is the
+    owner, and `segments` may then hold no more than the chains of these tips.
 
     >>> from types import SimpleNamespace as S
     >>> root = S(parent=None, keep=0, n_tokens=12)
@@ -77,7 +86,7 @@ def branches(segments: Mapping[int, Link]) -> list[Branch]:
     """
     owned: dict[int, int] = {}
     out = []
-    for tip in tips(segments):
+    for tip in tips(segments) if trained is None else sorted(trained):
         pieces = []
         for segment, end in chain(segments, tip):
             start = min(owned.get(segment, 0), end)
@@ -85,3 +94,12 @@ def branches(segments: Mapping[int, Link]) -> list[Branch]:
             owned[segment] = max(owned.get(segment, 0), end)
         out.append(Branch(tip=tip, pieces=tuple(pieces)))
     return out
+
+
+def token_lags(row: Mapping[str, Any], step: int) -> npt.NDArray[np.int64]:
+    """[T] lag of each sampled token of a segment row at `step`: (step - 1) - version; else 0."""
+    lag = np.zeros(len(row["sampled"]), np.int64)
+    versions = [np.full(run["n"], run["version"], np.int64) for run in row["version_runs"]]
+    if versions:
+        lag[row["sampled"] == 1] = (step - 1) - np.concatenate(versions)
+    return lag

@@ -16,7 +16,7 @@ import xxhash
 from molt.schemas.errors import LogCorrupt
 from molt.schemas.streams import UNCOMPRESSED
 from molt.schemas.text import canonical_json
-from molt.schemas.upgrade import to_current
+from molt.schemas.upgrade import check_version, to_current
 
 MARK = b"molt.xxh3="
 DIGITS = 16
@@ -49,8 +49,12 @@ def encode(
     schema_text: str,
     header: Mapping[str, Any] | None = None,
     extra: Mapping[str, str] | None = None,
+    nonce: str = "",
 ) -> bytearray:
-    """The bytes of a commit. `extra` goes into the Arrow schema's metadata (routing shape)."""
+    """The bytes of a commit. `extra` goes into the Arrow schema's metadata (routing shape).
+
+    `nonce` tells two authors of equal records apart: whose bytes hold a name, won it.
+    """
     # The mark must be found once only: inside JSON an escaped "=" means the same.
     head = canonical_json(dict(header or {})).replace("molt.xxh3=", "molt.xxh3\\u003d")
     meta = {
@@ -60,6 +64,7 @@ def encode(
         "molt.rows": str(table.num_rows),
         "molt.schema": schema_text,
         "molt.header": head,
+        "molt.nonce": nonce,
         "molt.check": (MARK + ZEROS).decode(),
     }
     codec = None if stream in UNCOMPRESSED else pa.Codec("zstd", 1)
@@ -125,8 +130,14 @@ def decode(
         raise LogCorrupt(f"{where}: the file says it is {own[1]}/{own[2]}.{own[0]}")
     if table.num_rows != rows:
         raise LogCorrupt(f"{where}: {table.num_rows} rows instead of {rows}")
-    if stream != "end" and columns is None:
-        table = to_current(table, stream, meta["molt.schema"], where)
+    if stream != "end":
+        try:
+            if columns is None:
+                table = to_current(table, stream, meta["molt.schema"], where)
+            else:
+                check_version(stream, meta["molt.schema"], where)
+        except (pa.ArrowException, KeyError) as error:
+            raise LogCorrupt(f"{where}: not in the schema that it names: {error}") from None
     return Commit(writer=writer, seq=seq, stream=stream, header=header, table=table)
 
 

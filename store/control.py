@@ -1,11 +1,12 @@
 """The control log: one totally ordered sequence of decisions (invariants I4 and I5).
 
-Creating `train/<n>.arrow` is the compare-and-set: whoever owns the name decided. A driver whose next
-number was taken by a newer epoch is fenced. `Lineage` says which records count for an epoch: its
-own, and its ancestors' up to each cut.
+Creating `train/<n>.arrow` is the compare-and-set: whoever owns the name decided. A driver whose
+next number was taken by a newer epoch is fenced. `Lineage` says which records count for an epoch:
+its own, and its ancestors' up to each cut.
 """
 
 import re
+import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -82,6 +83,7 @@ class ControlLog:
         self.log = log
         self.epoch = 0
         self.next_n = 0
+        self._nonce = secrets.token_hex(8)
 
     def open_epoch(
         self,
@@ -156,6 +158,7 @@ class ControlLog:
             seq=n,
             schema_text=schema_id(kind, CONTROL[kind], CONTROL_VERSIONS[kind]),
             header=header,
+            nonce=self._nonce,
         )
         publish(self.log / CONTROL_DIR / f"{n:010d}.arrow", raw)
 

@@ -6,6 +6,7 @@ Example::
     log.sql("select step, avg(reward) from plans group by step").fetchall()
 """
 
+import contextlib
 import datetime
 import json
 import secrets
@@ -52,10 +53,9 @@ class Log:
                 "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             }
         )
-        try:
+        # NameTaken: another process made it in the same moment, and its content counts.
+        with contextlib.suppress(NameTaken):
             publish(path / "format.json", text.encode())
-        except NameTaken:
-            pass  # another process made it in the same moment; its content counts
         return cls.open(path)
 
     @classmethod
@@ -108,4 +108,4 @@ class Log:
         """A DuckDB relation over the views; see molt.store.sql.connect for the options."""
         from molt.store.sql import connect
 
-        return connect([self], **options).sql(query)
+        return connect([self], query=query, **options).sql(query)

@@ -4,6 +4,7 @@ Nothing here repairs or skips: a commit is delivered whole or `LogCorrupt` says 
 """
 
 import os
+import re
 from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -20,6 +21,9 @@ BUCKET = 1024
 """Commits of one writer per directory."""
 CONTROL_DIR = "train"
 END = "end"
+COMMIT_NAME = re.compile(r"([0-9]{10})\.([^.]+)\.arrow")
+WRITER_NAME = re.compile(r"[0-9]+-.+")
+BUCKET_NAME = re.compile(r"[0-9]{6}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,14 +42,15 @@ def commit_path(log: Path, writer: str, seq: int, stream: str) -> Path:
 
 def parse_name(folder: Path, writer: str, name: str) -> CommitFile | None:
     """`0000000007.segments.arrow` -> its place; None for a name that is no commit's."""
-    parts = name.split(".")
-    if len(parts) != 3 or parts[2] != "arrow" or not parts[0].isdigit():
+    m = COMMIT_NAME.fullmatch(name)
+    if m is None:
         return None
-    return CommitFile(path=folder / name, writer=writer, seq=int(parts[0]), stream=parts[1])
+    return CommitFile(path=folder / name, writer=writer, seq=int(m[1]), stream=m[2])
 
 
 def writer_names(log: Path) -> list[str]:
-    return names(log / "data")
+    """Writers' directories; other names in `data/` are no part of the log (doctor lists them)."""
+    return [name for name in names(log / "data") if WRITER_NAME.fullmatch(name)]
 
 
 def writer_epoch(writer: str) -> int:
@@ -68,7 +73,7 @@ def writer_files(log: Path, writer: str) -> list[CommitFile]:
     files = [
         f
         for bucket in names(log / "data" / writer)
-        if bucket.isdigit()
+        if BUCKET_NAME.fullmatch(bucket)
         for f in bucket_files(log, writer, int(bucket))
     ]
     for i, f in enumerate(files):

@@ -46,8 +46,9 @@ class Tail:
         self.streams = None if streams is None else frozenset(streams)
         self.columns = dict(columns or {})
         self.gap_s_max, self.clock = gap_s_max, clock
-        self.records: list[Record] = []
         self.lineage: Lineage = lineage_of([])
+        self.next_n = 0
+        self._epochs: list[Record] = []
         self._cursors: dict[str, _Cursor] = {}
 
     def poll(self) -> tuple[list[Record], list[Commit]]:
@@ -61,16 +62,17 @@ class Tail:
         return records, commits
 
     def _poll_control(self) -> list[Record]:
-        start = len(self.records)
-        numbers = [n for n in control_numbers(self.log) if n >= start]
+        numbers = [n for n in control_numbers(self.log) if n >= self.next_n]
         fresh = []
-        for i, n in enumerate(numbers):
-            if n != start + i:
+        for n in numbers:
+            if n != self.next_n:
                 break
             fresh.append(read_record(self.log, n))
-        self.records += fresh
-        if any(r.kind == "epoch" for r in fresh):
-            self.lineage = lineage_of(self.records)
+            self.next_n += 1
+        epochs = [r for r in fresh if r.kind == "epoch"]
+        if epochs:
+            self._epochs += epochs
+            self.lineage = lineage_of(self._epochs)
         return fresh
 
     def _poll_writer(self, writer: str, cursor: _Cursor, out: list[Commit]) -> None:

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from molt.schemas.check import ROOT_DIGEST, Parent, check_row
+from molt.schemas.check import ROOT_DIGEST, Parent, check_routing_shape, check_row
 from molt.schemas.columns import Row, row_name, to_table
 from molt.schemas.errors import SegmentRejected, WriterClosed
 from molt.schemas.records import Ref, to_row
@@ -29,7 +29,7 @@ from molt.schemas.streams import (
     AT,
     FLUSH_ORDER,
     STREAMS,
-    USER_PREFIX,
+    USER_NAME,
     VERSIONS,
     schema_id,
 )
@@ -82,8 +82,8 @@ class Writer:
         self.linger_s, self.flush_bytes, self.flush_rows = linger_s, flush_bytes, flush_rows
         self._schemas = dict(STREAMS)
         for name, schema in (user_schemas or {}).items():
-            if not name.startswith(USER_PREFIX):
-                raise SegmentRejected(f"a user's stream must be called x_..., not '{name}'")
+            if not USER_NAME.fullmatch(name):
+                raise SegmentRejected(f"a stream of your own is called x_[a-z0-9_]+, not '{name}'")
             self._schemas[name] = schema.append(AT) if "at" not in schema.names else schema
         self._routing = dict(routing or {})
         self._pid = os.getpid()
@@ -118,6 +118,8 @@ class Writer:
             checked = check_row(
                 stream, self._schemas[stream], mapping, self._parent_of(stream, mapping)
             )
+            if stream == "routing":
+                check_routing_shape(checked, self._routing, self._chain_length(checked))
             key, digest = _key(stream, checked)
             if key is not None and key in self._keys:
                 return self._same_key(stream, checked, key, digest)
@@ -176,6 +178,10 @@ class Writer:
             return None
         known = self._parents.get((str(row.get("rollout_id")), int(row.get("attempt") or 0)), {})
         return known.get(int(row["parent"]))
+
+    def _chain_length(self, row: Row) -> int | None:
+        known = self._parents.get((row["rollout_id"], row["attempt"]), {}).get(row["segment"])
+        return known.n_chain if known else None
 
     def _same_key(self, stream: str, row: Row, key: tuple[Any, ...], digest: bytes) -> Ticket:
         first, ticket = self._keys[key]
@@ -260,9 +266,10 @@ class Writer:
         return True
 
     def _fail_rest(self, pending: list[_Pending]) -> None:
-        """Order must hold: nothing behind a failed commit may become visible."""
-        rest = [p for p in pending if not p.ticket.done()]
+        """Order must hold: nothing that was appended behind a failed commit becomes visible."""
         with self._lock:
+            rest = [p for p in pending if not p.ticket.done()] + self._pending
+            self._pending, self._pending_bytes, self._urgent = [], 0, False
             self._forget(rest)
         for p in rest:
             p.ticket.set_exception(
@@ -314,5 +321,3 @@ def _size(row: Row) -> int:
         v.nbytes if isinstance(v, np.ndarray) else len(v) if isinstance(v, str | bytes) else 16
         for v in row.values()
     )
-
-

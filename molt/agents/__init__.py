@@ -1,0 +1,1 @@
+"""Agents: plain Python that plays an environment against the policy."""

@@ -1,0 +1,65 @@
+"""The environment interface, Gymnasium style: `reset` asks, `step` judges.
+
+One instance plays one rollout. Environments never see token ids: what is trained comes from the
+engine's own record (invariant I1), text is a view of it.
+"""
+
+import abc
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from molt.schemas.errors import ConfigError
+
+Messages = list[dict[str, Any]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reply:
+    """What the policy answered in one turn."""
+
+    text: str
+    """The sampled tokens as text, without special tokens."""
+    finish_reason: str
+    """"stop", "length" or "abort"."""
+    n_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Turn:
+    """What the environment says to a reply."""
+
+    rewards: dict[str, float | None] = field(default_factory=dict)
+    """Name -> value; None = cannot be scored; NaN fails the rollout."""
+    done: bool = True
+    messages: Messages = field(default_factory=list)
+    """What comes next if the rollout is not done."""
+
+
+class Env(abc.ABC):
+    """Subclass this for an agent. Both methods may also be `async`."""
+
+    @abc.abstractmethod
+    def reset(self, prompt: dict[str, Any]) -> Messages:
+        """The chat messages that open the rollout; `prompt` is the data's own dict."""
+
+    @abc.abstractmethod
+    def step(self, reply: Reply) -> Turn:
+        """Judge a reply. An exception fails this rollout and no other."""
+
+
+def resolve(name: str, what: str) -> Callable[..., Any]:
+    """The object behind "package.module:attribute"; ConfigError says what is missing."""
+    module_name, colon, attribute = name.partition(":")
+    if not colon:
+        raise ConfigError(f"{what} = '{name}': expected 'package.module:name'")
+    try:
+        found = getattr(importlib.import_module(module_name), attribute)
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"{what} = '{name}': {error}; is it on PYTHONPATH?") from None
+    except AttributeError:
+        raise ConfigError(f"{what} = '{name}': {module_name} has no '{attribute}'") from None
+    if not callable(found):
+        raise ConfigError(f"{what} = '{name}': {found!r} cannot be called")
+    return found  # type: ignore[no-any-return]

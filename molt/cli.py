@@ -1,0 +1,259 @@
+"""The `molt` command. Each subcommand's `--help` shows an example."""
+
+import argparse
+import asyncio
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from molt.schemas.errors import ConfigError, MoltError
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Entry point; returns the exit status: 0 well, 1 damage or failed check, 2 wrong use."""
+    args = parser().parse_args(argv)
+    sys.path.insert(0, os.getcwd())  # users' agents and data functions live beside their config
+    try:
+        check_foreign_package()
+        status: int = args.run(args)
+        return status
+    except ConfigError as error:
+        return fail(2, error)
+    except (MoltError, FileNotFoundError) as error:
+        return fail(1, error)
+    except KeyboardInterrupt:
+        print("molt: stopped; the log is whole, the same command resumes", file=sys.stderr)
+        return 130
+
+
+def fail(status: int, error: BaseException) -> int:
+    print(f"molt: {type(error).__name__}: {error}", file=sys.stderr)
+    return status
+
+
+def check_foreign_package() -> None:
+    """Refuse to run when child processes could import another package called `molt`."""
+    own = Path(__file__).resolve().parent
+    for entry in sys.path:
+        other = Path(entry or ".").resolve() / "molt"
+        if (other / "__init__.py").exists() and other.resolve() != own:
+            raise ConfigError(
+                f"another package called 'molt' is on the path: {other}. This one is {own}. Remove "
+                "that folder from PYTHONPATH, start from another directory, or uninstall it"
+            )
+
+
+def parser() -> argparse.ArgumentParser:
+    p = argparse.ArgumentParser(
+        prog="molt", description="Agentic RL training on an event-sourced trajectory log."
+    )
+    commands = p.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    def command(name: str, run: Callable[[Any], int], text: str, example: str) -> Any:
+        c = commands.add_parser(
+            name,
+            help=text,
+            description=text,
+            epilog=f"example:\n  {example}",
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        c.set_defaults(run=run)
+        return c
+
+    c = command(
+        "train",
+        run_train,
+        "Train online; starts a run, or resumes what is in run.dir.",
+        "molt train molt/recipes/demo.toml --set train.lr=1e-5 --set run.dir=runs/slow",
+    )
+    c.add_argument("config", help="TOML file; `molt/recipes/demo.toml` shows every common key")
+    c.add_argument(
+        "--set", action="append", default=[], metavar="A.B=C", help="override a key (repeatable)"
+    )
+    c.add_argument(
+        "--accept-changes",
+        action="store_true",
+        help="resume although settings that change the learning are different",
+    )
+
+    c = command(
+        "report",
+        run_report,
+        "What a run learned: table, reward.png, verdict.",
+        "molt report runs/demo --check",
+    )
+    c.add_argument("log")
+    c.add_argument("--check", action="store_true", help="exit 1 unless the run learned")
+    add_format(c, ["table", "json"])
+
+    c = command(
+        "sql",
+        run_sql,
+        "SQL (DuckDB) over one or several logs.",
+        'molt sql runs/demo "select step, avg(reward) from plans group by step order by step"',
+    )
+    c.add_argument("log", nargs="+", help="one or more logs, then the query")
+    c.add_argument("query")
+    c.add_argument("--epoch", default=None, help="lineage of this epoch; 'all' shows abandoned rows")
+    add_format(c, ["table", "json", "csv"])
+
+    c = command(
+        "doctor",
+        run_doctor,
+        "Verify every commit; exit 1 on damage.",
+        "molt doctor runs/demo --format json",
+    )
+    c.add_argument("log")
+    add_format(c, ["table", "json"])
+
+    c = command(
+        "show",
+        run_show,
+        "One rollout, its tokens coloured by logprob.",
+        "molt show runs/demo train-3/0",
+    )
+    c.add_argument("log")
+    c.add_argument("rollout")
+    c.add_argument("--tokenizer", default=None, help="folder; default: the run's own model")
+    return p
+
+
+def add_format(command: argparse.ArgumentParser, choices: list[str]) -> None:
+    command.add_argument("--format", choices=choices, default="table")
+
+
+def run_train(args: argparse.Namespace) -> int:
+    from molt.config import load
+    from molt.screen import Screen
+
+    config = load(args.config, args.set)
+    with Screen() as screen:
+        screen.say(f"molt train {args.config} -> {config.run.dir}")
+        from molt.loop import train
+
+        log = asyncio.run(train(config, screen, accept_changes=args.accept_changes))
+        from molt.report import draw, print_table, report
+
+        found = report(log)
+        print_table(log, found, screen.console)
+        draw(log, log.path / "reward.png")
+        screen.say(f"picture: {log.path / 'reward.png'}")
+    show_one(log.path, screen.console)
+    return 0
+
+
+def show_one(path: Path, console: Any) -> None:
+    """The best rollout of the newest step, and three commands to go on with."""
+    from molt.store import Log
+
+    log = Log.open(path)
+    found = log.sql(
+        "select rollout_id from plans where step = (select max(step) from steps) "
+        "order by reward desc, rollout_id limit 1"
+    ).fetchall()
+    if found:
+        show_rollout(log, found[0][0], None, console)
+    relative = os.path.relpath(path)
+    console.print("\nTry next:", markup=False)
+    for line in (
+        f'molt sql {relative} "select step, avg(reward), max(lag_max) from plans group by 1 order by 1"',
+        f"molt show {relative} {found[0][0] if found else 'train-0/0'}",
+        f"molt doctor {relative}",
+    ):
+        console.print(f"  {line}", markup=False)
+
+
+def run_report(args: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from molt.report import draw, print_table, report, to_json
+    from molt.store import Log
+
+    log = Log.open(args.log)
+    found = report(log)
+    if args.format == "json":
+        print(json.dumps(to_json(found)))
+    else:
+        print_table(log, found, Console(highlight=False))
+        draw(log, log.path / "reward.png")
+    return 0 if found.learned or not args.check else 1
+
+
+def run_sql(args: argparse.Namespace) -> int:
+    from molt.store import Log
+    from molt.store.sql import run_sql as run
+
+    epoch = args.epoch if args.epoch in (None, "all") else int(args.epoch)
+    names, rows = run([Log.open(path) for path in args.log], args.query, epoch)
+    print_rows(names, rows, args.format)
+    return 0
+
+
+def print_rows(names: list[str], rows: list[Any], style: str) -> None:
+    if style == "json":
+        print(json.dumps([dict(zip(names, row, strict=True)) for row in rows]))
+    elif style == "csv":
+        import csv
+
+        out = csv.writer(sys.stdout)
+        out.writerow(names)
+        out.writerows(rows)
+    else:
+        from rich.console import Console
+        from rich.table import Table
+
+        table = Table(*names)
+        for row in rows:
+            table.add_row(*("" if v is None else str(v) for v in row))
+        Console(highlight=False).print(table)
+
+
+def run_doctor(args: argparse.Namespace) -> int:
+    from rich.console import Console
+    from rich.progress import Progress
+
+    from molt.store.doctor import doctor
+
+    console = Console(file=sys.stderr)
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task("verifying", total=None)
+        found = doctor(
+            Path(args.log), lambda done, total: progress.update(task, completed=done, total=total)
+        )
+    if args.format == "json":
+        print(json.dumps(found))
+    else:
+        print(f"{found['commits']} commits, {found['rows']} rows, {found['bytes']} bytes")
+        for problem in found["problems"]:
+            print(f"DAMAGED {problem['file']}: {problem['why']}")
+        print("ok" if found["ok"] else f"{len(found['problems'])} problem(s)")
+    return 0 if found["ok"] else 1
+
+
+def run_show(args: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from molt.store import Log
+
+    show_rollout(Log.open(args.log), args.rollout, args.tokenizer, Console(highlight=False))
+    return 0
+
+
+def show_rollout(log: Any, rollout: str, tokenizer: str | None, console: Any) -> None:
+    """Print one rollout, decoded with the run's own tokenizer where it is on this machine."""
+    from molt.model import local_tokenizer
+    from molt.show import show
+
+    epochs = [r for r in log.records() if r.kind == "epoch"]
+    model = tokenizer or (json.loads(epochs[-1].rows[0]["config"]).get("model") if epochs else None)
+    found = local_tokenizer(model) if model else None
+    if found is None:
+        print(f"molt: no tokenizer for {model}; showing ids (--tokenizer FOLDER)", file=sys.stderr)
+    show(log, rollout, console, found)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

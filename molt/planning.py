@@ -1,0 +1,150 @@
+"""Groups to plans: membership, rewards, baseline, lag. Pure functions of the fold and the config.
+
+A closed group becomes rows of one plan, or is dropped with a reason; nothing is decided twice (I4).
+Group statistics are over rollouts, whatever the number of their branches.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from molt.config import AlgoConfig, Config, RewardConfig
+from molt.schemas.records import PlanBranch, PlanHeader, PlanRow, Ref
+from molt.store.fold import Attempt, Fold, Group
+from molt.train.advantages import advantages, zero_variance
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Drop:
+    """A group that is settled without a step."""
+
+    group_id: str
+    rollout_id: str | None
+    reason: str
+
+
+def groups_to_issue(*, planned: int, version: int, unsettled: int, config: Config) -> int:
+    """How many new groups may be issued without exceeding `max_lag` (backpressure).
+
+    A group issued now trains at the earliest in step `planned + 1 + unsettled // groups_per_step`
+    on tokens of `version`; its lag then is that step - 1 - version.
+    """
+    per_step = config.data.groups_per_step
+    steps_ahead = version + config.algo.max_lag - planned + 1
+    remaining = (config.run.steps - planned) * per_step
+    return max(0, min(steps_ahead * per_step, remaining) - unsettled)
+
+
+def reward_of(attempt: Attempt, config: RewardConfig) -> tuple[float | None, tuple[Ref, ...]]:
+    """The rollout's scalar and the rows it was made of; None if a part cannot be scored."""
+    total, refs = 0.0, []
+    for (segment, token, name), (_, value, ref) in sorted(
+        attempt.rewards.items(), key=lambda item: str(item[0])
+    ):
+        if (segment is not None or token is not None) and not config.sum_turns:
+            continue
+        refs.append(ref)
+        if value is None:
+            return None, tuple(refs)
+        total += config.weights.get(name, 1.0) * value
+    return (total if refs else None), tuple(refs)
+
+
+def lag_max(attempt: Attempt, step: int) -> int | None:
+    """Largest lag of a sampled token of this attempt at `step`; None without sampled tokens."""
+    versions = [v.version for v in attempt.versions()]
+    return (step - 1) - min(versions) if versions else None
+
+
+def oldest_version(fold: Fold, group: Group, default: int) -> int:
+    """The oldest version that sampled a token of a finished rollout of this group."""
+    finished = [a for r in group.rollout_ids() if (a := fold.finished(group, r)) is not None]
+    return min((v.version for a in finished for v in a.versions()), default=default)
+
+
+def plan_group(
+    fold: Fold, group: Group, step: int, config: Config
+) -> list[PlanRow] | Drop:
+    """The plan rows of a closed group, or the one drop that settles it."""
+    attempts = [a for r in group.rollout_ids() if (a := fold.finished(group, r)) is not None]
+    assert len(attempts) == group.n, f"{group.group_id} is not closed"
+    scored = [reward_of(a, config.reward) for a in attempts]
+    rewards = [None if _excluded(a) else reward for a, (reward, _) in zip(attempts, scored, strict=True)]
+    reason = _drop_reason(attempts, rewards, step, config.algo)
+    if reason:
+        return Drop(group_id=group.group_id, rollout_id=None, reason=reason)
+    in_baseline = [r is not None for r in rewards]
+    values = advantages(
+        rewards, in_baseline, config.algo.advantage, std_normalize=config.algo.std_normalize
+    )
+    return [
+        _plan_row(group, a, step, reward, refs, member, value)
+        for a, reward, (_, refs), member, value in zip(
+            attempts, rewards, scored, in_baseline, values, strict=True
+        )
+    ]
+
+
+def _excluded(attempt: Attempt) -> bool:
+    assert attempt.outcome is not None
+    failed = attempt.outcome["status"] in ("failed", "aborted")
+    return failed or attempt.conflict or not attempt.is_whole()
+
+
+def _drop_reason(
+    attempts: Sequence[Attempt], rewards: Sequence[float | None], step: int, algo: AlgoConfig
+) -> str | None:
+    known = [r for r in rewards if r is not None]
+    if not known:
+        reasons = Counter(str((a.outcome or {}).get("reason")) for a in attempts)
+        return f"no reward: {reasons.most_common(1)[0][0]}"
+    if any((lag_max(a, step) or 0) > algo.max_lag for a in attempts):
+        return "lag"
+    if algo.drop_equal and zero_variance(known):
+        return "equal rewards"
+    return None
+
+
+def _plan_row(
+    group: Group,
+    attempt: Attempt,
+    step: int,
+    reward: float | None,
+    reward_refs: tuple[Ref, ...],
+    in_baseline: bool,
+    advantage: float,
+) -> PlanRow:
+    trains = in_baseline and attempt.n_train > 0
+    branches = (
+        PlanBranch(
+            tip=b.tip,
+            refs=(*(attempt.segments[p.segment].ref for p in b.pieces), *attempt.routing),
+        )
+        for b in attempt.branches()
+    )
+    return PlanRow(
+        group_id=group.group_id,
+        rollout_id=attempt.rollout_id,
+        attempt=attempt.attempt,
+        branches=tuple(branches) if attempt.n_sampled else (),
+        reward=reward,
+        reward_refs=reward_refs,
+        in_baseline=in_baseline,
+        advantage=advantage if in_baseline else 0.0,
+        lag_max=lag_max(attempt, step),
+        decision="train" if trains else "baseline_only",
+    )
+
+
+def plan_header(config: Config, step: int, epoch: int) -> PlanHeader:
+    algo = config.algo
+    return PlanHeader(
+        epoch=epoch,
+        step=step,
+        data_pass=0,
+        seed=config.run.seed,
+        algorithm=f"{algo.advantage}/{algo.loss}",
+        update_passes=algo.update_passes,
+        mini_batches=algo.mini_batches,
+        max_lag=algo.max_lag,
+    )

@@ -1,0 +1,241 @@
+"""Publishing weights: pause, refit, prove, record, resume (invariants I3 and I7).
+
+Bytes received are not weights computed: after every refit the digest of what the engines received
+must equal the trainer's, *and* both sides must agree on the logprobs of a fixed probe. Before the
+first step the same is shown with perturbed weights, which a stale tensor cannot pass.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from molt.config import LimitsConfig
+from molt.schemas.errors import ModelIdentityError
+
+PROBE_PROMPTS = 8
+PROBE_TOKENS = 32
+RETRIES = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gap:
+    """Differences of log p between engine and trainer over the probe's recorded tokens."""
+
+    mean_gap: float
+    p999_gap: float
+    max_gap: float
+    k3: float
+    """Mean of exp(d) - 1 - d with d = trainer - engine: Schulman's low-variance KL estimate."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Probe:
+    """Token sequences that are scored on both sides; the first `n_context[i]` are not compared."""
+
+    sequences: list[list[int]]
+    n_context: list[int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Published:
+    """What the `policy` record says of one refit."""
+
+    version: int
+    weights_digest: str
+    bytes: int
+    seconds: float
+    recompute_tokens: int
+    """Tokens of sequences in flight whose KV was dropped and is computed again on resume."""
+    probe: Gap
+
+
+def gap(engine: Sequence[np.ndarray], trainer: Sequence[np.ndarray], n_context: list[int]) -> Gap:
+    """Compare log p of the same tokens; arrays are float32 [len - 1], one per sequence."""
+    skip = [n - 1 for n in n_context]
+    a = np.concatenate([e[k:] for e, k in zip(engine, skip, strict=True)]).astype(np.float64)
+    b = np.concatenate([t[k:] for t, k in zip(trainer, skip, strict=True)]).astype(np.float64)
+    d = b - a
+    return Gap(
+        mean_gap=float(np.abs(d).mean()),
+        p999_gap=float(np.quantile(np.abs(d), 0.999)),
+        max_gap=float(np.abs(d).max()),
+        k3=float((np.exp(d) - 1 - d).mean()),
+    )
+
+
+class Publisher:
+    """Sends the trainer's weights to the engines and proves that they arrived.
+
+    `call(actor, method, *args)` awaits one remote call; it is the only thing that knows of Ray.
+    """
+
+    def __init__(
+        self,
+        trainers: Sequence[Any],
+        engines: Sequence[Any],
+        epoch: int,
+        dtype: str,
+        limits: LimitsConfig,
+        call: Callable[..., Awaitable[Any]],
+    ) -> None:
+        self.trainers, self.engines, self.epoch = trainers, engines, epoch
+        self.dtype, self.limits, self.call = dtype, limits, call
+        self.probe: Probe | None = None
+        self.baseline: Gap | None = None
+        self._manifest: Any = None
+
+    async def connect(self, backend: str) -> None:
+        """Form the transfer group: trainer rank 0, then one rank per engine."""
+        n = len(self.engines)
+        rank0 = self.trainers[0]
+        host, port = await self.call(rank0, "open_sender", backend, n)
+        self._manifest = (await self._on_trainers("manifest"))[0]
+        await asyncio.gather(
+            self.call(rank0, "connect_sender"),
+            *(
+                self.call(e, "init_transfer", self.epoch, host, port, n + 1, i + 1)
+                for i, e in enumerate(self.engines)
+            ),
+        )
+
+    async def transfer_unproven(self, version: int) -> None:
+        """Weights that nothing is trained on: the probe itself is sampled with them."""
+        await self._on_engines("pause")
+        await self._transfer(version)
+        await self.resume()
+
+    async def refit(self, version: int) -> Published:
+        """Pause, transfer, compare digests, probe. Generation stays paused: the caller records
+        the policy and resumes. ModelIdentityError after `RETRIES` failed attempts.
+        """
+        dropped = await self._on_engines("pause")
+        for attempt in range(1 + RETRIES):
+            sent, received = await self._transfer(version)
+            if all(r["digest"] == sent["digest"] for r in received):
+                break
+            if attempt == RETRIES:
+                raise ModelIdentityError(
+                    f"version {version}: trainer sent weights {sent['digest']}, engines received "
+                    f"{[r['digest'] for r in received]}; generation stays paused"
+                )
+        found = await self.measure()
+        self._judge(version, found)
+        return Published(
+            version=version,
+            weights_digest=sent["digest"],
+            bytes=sent["bytes"],
+            seconds=sent["seconds"],
+            recompute_tokens=sum(dropped),
+            probe=found,
+        )
+
+    async def resume(self) -> None:
+        await self._on_engines("resume")
+
+    async def self_test(self, version: int, seed: int) -> Gap:
+        """I3 (a): publish perturbed weights, probe, restore, probe. Raises ModelIdentityError.
+
+        The perturbed probe must agree on both sides *and* differ from the unperturbed one.
+        """
+        await self._on_engines("pause")
+        before = await self._on_trainers("score", self._probe.sequences)
+        await self._on_trainers("perturb", self.limits.noise, seed)
+        await self._transfer(version)
+        moved = gap(
+            before[0],
+            (await self._on_trainers("score", self._probe.sequences))[0],
+            self._probe.n_context,
+        )
+        found = await self.measure()
+        self._check_perturbed(found, moved)
+        await self._on_trainers("restore")
+        await self._transfer(version)
+        restored = await self.measure()
+        self._check_absolute("restored weights", restored)
+        return restored
+
+    async def measure(self) -> Gap:
+        """Score the probe on both sides; the largest gap over all engines."""
+        scores, *engine_scores = await asyncio.gather(
+            self._on_trainers("score", self._probe.sequences),
+            *(
+                self.call(e, "score", self.epoch, self._probe.sequences)
+                for e in self.engines
+            ),
+        )
+        gaps = [gap(e, scores[0], self._probe.n_context) for e in engine_scores]
+        return max(gaps, key=lambda g: g.mean_gap)
+
+    @property
+    def _probe(self) -> Probe:
+        assert self.probe is not None, "the probe is recorded before the first refit is judged"
+        return self.probe
+
+    async def _transfer(self, version: int) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+        sent, *received = await asyncio.gather(
+            self._send(),
+            *(
+                self.call(e, "receive_weights", self.epoch, self._manifest, version)
+                for e in self.engines
+            ),
+        )
+        return sent, received
+
+    async def _send(self) -> dict[str, Any]:
+        """Every rank takes part in gathering full tensors; rank 0 sends them."""
+        rank0, *others = self.trainers
+        done = await asyncio.gather(
+            self.call(rank0, "send_weights"), *(self.call(t, "gather_weights") for t in others)
+        )
+        sent: dict[str, Any] = done[0]
+        return sent
+
+    async def _on_trainers(self, method: str, *args: Any) -> list[Any]:
+        return await asyncio.gather(*(self.call(t, method, *args) for t in self.trainers))
+
+    async def _on_engines(self, method: str) -> list[Any]:
+        return await asyncio.gather(*(self.call(e, method, self.epoch) for e in self.engines))
+
+    def _check_perturbed(self, found: Gap, moved: Gap) -> None:
+        self._check_absolute(
+            f"weights changed by {self.limits.noise:.0%} noise (their logprobs moved by "
+            f"{moved.mean_gap:.3g} on average)",
+            found,
+        )
+        if moved.mean_gap <= 10 * max(found.mean_gap, 1e-6):
+            raise ModelIdentityError(
+                f"self-test: noise of {self.limits.noise:.0%} moved the trainer's logprobs by only "
+                f"{moved.mean_gap:.3g}; the probe cannot tell stale weights. Raise limits.noise"
+            )
+
+    def _check_absolute(self, what: str, found: Gap) -> None:
+        lim = self.limits
+        if self.dtype == "float32":
+            ok, limit = found.max_gap <= lim.float32_gap_max, f"max gap {lim.float32_gap_max}"
+        else:
+            ok = found.mean_gap <= lim.bf16_gap_mean and found.k3 <= lim.bf16_k3
+            limit = f"mean gap {lim.bf16_gap_mean}, k3 {lim.bf16_k3}"
+        if not ok:
+            raise ModelIdentityError(
+                f"self-test with {what}: engine and trainer disagree, {found}, limit {limit}. "
+                "The engine does not compute with the weights it was sent (a stale tied lm_head, "
+                "or experts that were not repacked) or in another dtype; training would be wrong, "
+                "so it does not start"
+            )
+
+    def _judge(self, version: int, found: Gap) -> None:
+        if self.baseline is None:
+            self._check_absolute("the first weights", found)
+            self.baseline = found
+            return
+        lim = self.limits
+        floor = lim.float32_gap_floor if self.dtype == "float32" else lim.bf16_gap_floor
+        limit = max(lim.baseline_factor * self.baseline.mean_gap, floor)
+        if not found.mean_gap <= limit:
+            raise ModelIdentityError(
+                f"probe after the refit to version {version}: mean gap {found.mean_gap:.3g}, limit "
+                f"{limit:.3g} (first probe {self.baseline.mean_gap:.3g}); generation stays paused"
+            )

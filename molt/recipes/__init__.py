@@ -1,0 +1,1 @@
+"""Recipes: tasks with their configuration, ready for `molt train`."""

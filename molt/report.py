@@ -1,0 +1,199 @@
+"""What a run learned, from its log alone: a table, a picture, and an honest verdict.
+
+*Learned* = the lower bound of the 95 % bootstrap interval of (held-out accuracy after - before) is
+above 0 *and* the mean reward of the last five steps is at least 0.15 above that of the first five.
+"""
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from molt.store import Log
+
+GAIN_MIN = 0.15
+WINDOW = 5
+CORRECT = 1.0
+"""A held-out answer counts as right from this reward on."""
+RESAMPLES = 10_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """Figures of one run; None where the log does not hold them yet."""
+
+    steps: int
+    reward_first: float | None
+    reward_last: float | None
+    accuracy_before: float | None
+    accuracy_after: float | None
+    gain: float | None
+    gain_low: float | None
+    """Lower bound of the 95 % bootstrap interval of accuracy_after - accuracy_before."""
+    gain_high: float | None
+    heldout: int
+    learned: bool
+
+
+def bootstrap(
+    before: np.ndarray, after: np.ndarray, seed: int = 0
+) -> tuple[float, float, float]:
+    """(mean, 2.5 %, 97.5 %) of after - before, resampling prompts; paired where ids agree."""
+    rng = np.random.default_rng(seed)
+    difference = after.astype(float) - before.astype(float)
+    picks = rng.integers(0, len(difference), (RESAMPLES, len(difference)))
+    means = difference[picks].mean(axis=1)
+    low, high = np.quantile(means, [0.025, 0.975])
+    return float(difference.mean()), float(low), float(high)
+
+
+def judge(rewards: list[float], before: np.ndarray, after: np.ndarray) -> Report:
+    """The verdict from step rewards and per-prompt correctness before and after."""
+    paired = len(before) == len(after) > 0
+    gain, low, high = bootstrap(before, after) if paired else (None, None, None)
+    enough = len(rewards) >= 2 * WINDOW
+    first = float(np.mean(rewards[:WINDOW])) if enough else None
+    last = float(np.mean(rewards[-WINDOW:])) if enough else None
+    learned = (
+        low is not None
+        and low > 0
+        and first is not None
+        and last is not None
+        and last - first >= GAIN_MIN
+    )
+    return Report(
+        steps=len(rewards),
+        reward_first=first,
+        reward_last=last,
+        accuracy_before=float(before.mean()) if len(before) else None,
+        accuracy_after=float(after.mean()) if len(after) else None,
+        gain=gain,
+        gain_low=low,
+        gain_high=high,
+        heldout=len(before),
+        learned=learned,
+    )
+
+
+def report(log: Log) -> Report:
+    """Read step rewards and held-out answers through SQL."""
+    rewards = [
+        float(r)
+        for (r,) in log.sql(
+            "select avg(reward) from plans where in_baseline and step in (select step from steps) "
+            "group by step order by step"
+        ).fetchall()
+    ]
+    before, after = heldout(log, "min"), heldout(log, "max")
+    return judge(rewards, before, after)
+
+
+def heldout(log: Log, which: str) -> np.ndarray:
+    """[prompts] bool: answered right at the first ("min") or last ("max") evaluated step."""
+    rows = log.sql(
+        f"""
+        with asked as (
+            select group_id, ordinal, prompt, cast(split_part(dataset, '@', 2) as int) as at_step
+            from prompts where purpose = 'eval' and reason = 'new'
+        ), answered as (
+            select group_id, max(value) as value from rewards r
+            join (select distinct group_id, rollout_id from rollouts) using (rollout_id)
+            group by group_id
+        )
+        select prompt, coalesce(value, 0) >= {CORRECT} from asked left join answered using (group_id)
+        where at_step = (select {which}(at_step) from asked)
+          and (select count(distinct at_step) from asked) > 1
+        order by prompt
+        """
+    ).fetchall()
+    return np.array([bool(ok) for _, ok in rows])
+
+
+def print_table(log: Log, found: Report, console: Console) -> None:
+    """One row per step and the verdict."""
+    table = Table(title=f"{log.run_id}: {found.steps} steps")
+    for name in ("step", "reward", "lag", "loss", "grad norm", "gap lag 0", "tokens", "seconds"):
+        table.add_column(name, justify="right")
+    rows = steps(log)
+    shown = rows if len(rows) <= 12 else rows[:5] + [None] + rows[-6:]
+    for row in shown:
+        table.add_row(*(["..."] * 8 if row is None else _cells(row)))
+    console.print(table)
+    for line in verdict(found):
+        console.print(line, markup=False)
+
+
+def steps(log: Log) -> list[dict[str, Any]]:
+    """Per step: reward, lag, loss, grad_norm, mean gaps at lag 0 and 1, n_tokens, seconds."""
+    names = "step reward lag loss grad_norm gap gap_lag0 n_tokens seconds".split()
+    rows = log.sql(
+        """
+        select step, (metrics->>'$.reward')::double, (metrics->>'$.lag_max')::double, loss,
+            grad_norm, (metrics->>'$.mismatch.all.mean')::double,
+            (metrics->>'$.mismatch."0".mean')::double, n_tokens,
+            (metrics->>'$.seconds.training')::double
+        from steps order by step
+        """
+    ).fetchall()
+    return [dict(zip(names, row, strict=True)) for row in rows]
+
+
+def _cells(row: dict[str, Any]) -> list[str]:
+    formats = {
+        "step": "d",
+        "reward": ".3f",
+        "lag": ".0f",
+        "loss": ".4f",
+        "grad_norm": ".3f",
+        "gap_lag0": ".1e",
+        "n_tokens": "d",
+        "seconds": ".1f",
+    }
+    return ["-" if row[k] is None else format(row[k], f) for k, f in formats.items()]
+
+
+def verdict(found: Report) -> list[str]:
+    """The figures in words."""
+    lines = []
+    if found.reward_first is not None and found.reward_last is not None:
+        lines.append(
+            f"mean reward of the first {WINDOW} steps {found.reward_first:.3f}, of the last "
+            f"{WINDOW} {found.reward_last:.3f} (needed: +{GAIN_MIN})"
+        )
+    if found.gain is not None:
+        lines.append(
+            f"held-out greedy accuracy on {found.heldout} prompts: {found.accuracy_before:.3f} -> "
+            f"{found.accuracy_after:.3f}, difference {found.gain:+.3f} "
+            f"(95 % bootstrap {found.gain_low:+.3f} to {found.gain_high:+.3f})"
+        )
+    lines.append("LEARNED" if found.learned else "not learned (by this statistic)")
+    return lines
+
+
+def draw(log: Log, path: Path) -> None:
+    """reward.png: reward, lag and engine-trainer mismatch over the steps."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    rows = steps(log)
+    x = [r["step"] for r in rows]
+    figure, axes = plt.subplots(3, 1, sharex=True, figsize=(7, 7), layout="constrained")
+    axes[0].plot(x, [r["reward"] for r in rows], marker="o")
+    axes[0].set(ylabel="mean reward", title=log.run_id, ylim=(0, 1.05))
+    axes[1].step(x, [r["lag"] for r in rows], where="mid")
+    axes[1].set(ylabel="lag (versions)", ylim=(-0.2, 2.2))
+    axes[2].plot(x, [r["gap"] for r in rows], marker=".", label="all tokens")
+    axes[2].plot(x, [r["gap_lag0"] for r in rows], marker=".", label="lag 0")
+    axes[2].set(ylabel="mean |log p gap|", xlabel="step", yscale="log")
+    axes[2].legend()
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+def to_json(found: Report) -> dict[str, Any]:
+    return asdict(found)

@@ -1,0 +1,1 @@
+"""Rollouts: the inference engine, its scheduler and weight transfer, and the workers around it."""

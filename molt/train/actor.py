@@ -1,0 +1,74 @@
+"""The trainer as an actor: one per rank, it reads its own rows of a plan and sends weights.
+
+The driver hands over the number of a plan record; every rank reads it, takes its share of the
+sequences, reads their rows by address and verifies them (I1, I6) before the first forward.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from molt.replay.assemble import TrainSequence, assemble
+from molt.rollout.sender import WeightSender
+from molt.schemas.errors import MoltError
+from molt.store import Log
+from molt.store.control import read_record
+from molt.train.trainer import StepResult, Trainer, TrainerSettings
+
+
+class TrainerActor(Trainer):
+    """`Trainer` with a log to read from and a sender to publish through (rank 0)."""
+
+    def __init__(
+        self,
+        settings: TrainerSettings,
+        rank: int,
+        world_size: int,
+        init_method: str,
+        output: str | None,
+        log_path: str,
+    ) -> None:
+        super().__init__(settings, rank, world_size, init_method, output)
+        self.log = Log.open(log_path)
+        self.sender: WeightSender | None = None
+
+    def execute_plan(self, number: int) -> StepResult:
+        """Execute the plan of control record `number`: one step."""
+        plan = read_record(self.log.path, number)
+        sequences: list[TrainSequence] | Exception
+        try:
+            sequences = share(assemble(self.log, plan), self.rank, self.world_size)
+        except (MoltError, OSError) as error:
+            sequences = error  # all ranks must learn of it before any of them starts the forward
+        return self.execute(plan.header["step"], sequences)
+
+    def open_sender(self, backend: str, n_receivers: int) -> tuple[str, int]:
+        """Rank 0: choose a port; the engines join at the returned address."""
+        self.sender = WeightSender(backend, 1 + n_receivers)
+        return self.sender.address
+
+    def connect_sender(self) -> None:
+        """Blocks until all receivers have joined."""
+        assert self.sender is not None
+        self.sender.connect()
+
+    def send_weights(self) -> dict[str, Any]:
+        """Broadcast the exported tensors in the order of `manifest`; digest, bytes, seconds."""
+        assert self.sender is not None
+        return self.sender.send(self.export())
+
+    def gather_weights(self) -> None:
+        """Ranks above 0: take part in gathering each full tensor that rank 0 sends."""
+        for _ in self.export():
+            pass
+
+    def close(self) -> None:
+        if self.sender is not None:
+            self.sender.close()
+        super().close()
+
+
+def share(sequences: Sequence[TrainSequence], rank: int, world_size: int) -> list[TrainSequence]:
+    """This rank's sequences: whole groups round-robin, so that shared prompts stay together."""
+    groups = sorted({s.group_id for s in sequences}, key=lambda g: (len(g), g))
+    mine = {g for i, g in enumerate(groups) if i % world_size == rank}
+    return [s for s in sequences if s.group_id in mine]

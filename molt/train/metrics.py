@@ -1,0 +1,75 @@
+"""Numbers of one step: what it accumulates, and how far trainer and engine disagree, by lag (I3).
+
+Suffix: N trained tokens (of this rank in `Tally`, of all ranks elsewhere).
+"""
+
+import resource
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from molt.train.batch import Batch
+
+
+class Tally:
+    """What one step accumulates on this rank."""
+
+    def __init__(self, batch: Batch) -> None:
+        self.prepared_N = torch.zeros(len(batch.sequence_N))
+        """log pi under the weights at the start of the step"""
+        self.reference_N: torch.Tensor | None = None
+        self.is_single = True
+        """one update only: it sees the prepared logprobs itself"""
+        self.loss = 0.0
+        self.grad_norm = 0.0
+        self.updates = 0
+        self.packed_tokens = 0
+        names = ("prepare", "forward", "backward", "optimizer", "digest")
+        self.seconds = dict.fromkeys(names, 0.0)
+
+
+def gap_summary(gap_N: np.ndarray) -> dict[str, float]:
+    """Mean, p99.9 and maximum of |gap|, and k3 of gap = log pi_trainer - log pi_engine."""
+    if not len(gap_N):
+        return {"n": 0, "mean": 0.0, "p999": 0.0, "max": 0.0, "k3": 0.0}
+    size_N = np.abs(gap_N)
+    return {
+        "n": len(gap_N),
+        "mean": float(size_N.mean()),
+        "p999": float(np.quantile(size_N, 0.999)),
+        "max": float(size_N.max()),
+        "k3": float(np.mean(np.expm1(gap_N) - gap_N)),
+    }
+
+
+def mismatch(gap_N: np.ndarray, lag_N: np.ndarray) -> dict[str, dict[str, float]]:
+    """`gap_summary` over all tokens ("all") and for each lag ("0", "1", ...)."""
+    summaries = {"all": gap_summary(gap_N)}
+    for lag in np.unique(lag_N):
+        summaries[str(int(lag))] = gap_summary(gap_N[lag_N == lag])
+    return summaries
+
+
+def policy_gaps(batch: Batch, prepared_N: torch.Tensor, is_cap: float | None) -> dict[str, Any]:
+    """Mismatch by lag, mean importance ratio and the share of ratios over the cap. Collective."""
+    gap_N = gather(prepared_N.numpy().astype(np.float64) - batch.behaviour_N)
+    ratio_N, n = np.exp(gap_N), max(len(gap_N), 1)
+    return {
+        "mismatch": mismatch(gap_N, gather(batch.lag_N)),
+        "ratio_mean": float(ratio_N.sum()) / n,
+        "is_clip_frac": 0.0 if is_cap is None else int((ratio_N > is_cap).sum()) / n,
+    }
+
+
+def gather(local: np.ndarray) -> np.ndarray:
+    """Concatenation over the ranks, in rank order. Collective."""
+    parts: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(parts, local)
+    return np.concatenate(parts)
+
+
+def rss_peak_bytes() -> int:
+    """Peak resident memory of this process (Linux reports KiB)."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -1,0 +1,289 @@
+"""The sharded model: build, run one packed row, export under checkpoint names.
+
+NeMo AutoModel loads and parallelizes; at one rank, where it wraps nothing, torch's `fully_shard`
+does, so parameters are DTensors and precision rules hold at every world size. Invariant kept here:
+parameters are float32 masters; compute runs in the engine's dtype (I3).
+
+Suffixes: T tokens of a row, R logit rows, V vocabulary, N targets.
+"""
+
+import inspect
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
+
+from molt.cpu import automodel_on_cpu
+from molt.schemas.errors import ConfigError, TrainerError
+from molt.train.packing import Row
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+_WRAPPER = "_checkpoint_wrapped_module."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelOptions:
+    """What AutoModel is asked for."""
+
+    model: str
+    """folder or hub id"""
+    dtype: str = "float32"
+    """compute dtype, the engine's: float32 or bfloat16"""
+    tp_size: int = 1
+    ep_size: int = 1
+    cp_size: int = 1
+    activation_checkpointing: bool = False
+    cpu_offload: bool = False
+    reshard_after_forward: bool = False
+    """True frees gathered layers between forward and backward: less memory, more gathers"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardedModel:
+    """A parallelized model with its meshes."""
+
+    module: nn.Module
+    device: torch.device
+    dp_size: int
+    """ranks that hold different data; gradients are averaged over them"""
+    mesh: DeviceMesh | None
+    moe_mesh: DeviceMesh | None
+    options: ModelOptions
+
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """By clean name, tied ones once."""
+        named = self.module.named_parameters()
+        return {name.replace(_WRAPPER, ""): parameter for name, parameter in named}
+
+    def begin_backward(self, *, is_last: bool) -> None:
+        """Reduce gradients and free gathered parameters only on the last backward of an update."""
+        for module in self._fsdp_modules():
+            module.set_requires_gradient_sync(is_last, recurse=False)
+            module.set_reshard_after_backward(is_last, recurse=False)
+
+    def reshard(self) -> None:
+        """Drop gathered parameters, so that the next forward sees the shards as they are now."""
+        for module in self._fsdp_modules():
+            module.reshard()
+
+    def clip_gradients(self, limit: float) -> float:
+        """Clip to a global L2 norm of `limit`; returns the norm before. Collective."""
+        parameters = [p for p in self.module.parameters() if p.grad is not None]
+        if self.options.tp_size == self.options.ep_size == 1:
+            norm = nn.utils.clip_grad_norm_(parameters, limit, foreach=True)
+            return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
+        from nemo_automodel.components.distributed import tp_replicas
+        from nemo_automodel.components.training import utils
+
+        parts = [self.module]
+        tp_replicas.synchronize_tp_replica_gradients(parts, self.mesh)
+        return float(
+            utils.scale_grads_and_clip_grad_norm(
+                limit,
+                parts,
+                device_mesh=self.mesh,
+                moe_mesh=self.moe_mesh,
+                ep_axis_name="ep" if self.options.ep_size > 1 else None,
+                dp_group_size=self.dp_size,
+                expert_tp_replication_factor=utils.get_expert_tp_replication_factor(
+                    parts, self.mesh
+                ),
+                use_torch_clip_grad_norm=self.device.type == "cpu",
+            )
+        )
+
+    def logprobs(self, row: Row) -> torch.Tensor:
+        """log p of every target of `row`, float32 [N], with gradient when grad mode is on."""
+        kwargs: dict[str, Any] = {"use_cache": False}
+        accepted = inspect.signature(self.module.forward).parameters
+        keep_R = torch.from_numpy(row.keep_R).to(self.device)
+        if "logits_to_keep" in accepted:
+            kwargs["logits_to_keep"] = keep_R
+        if row.mask_TT is not None:
+            kwargs["attention_mask"] = torch.from_numpy(row.mask_TT)[None, None].to(self.device)
+        input_ids = torch.from_numpy(row.input_ids_T)[None].to(self.device)
+        if "padding_mask" in accepted:
+            kwargs["padding_mask"] = torch.zeros_like(input_ids, dtype=torch.bool)
+        position_ids = torch.from_numpy(row.position_ids_T)[None].to(self.device)
+        out = self.module(input_ids=input_ids, position_ids=position_ids, **kwargs)
+        logits_RV = getattr(out, "logits", out)[0]
+        if hasattr(logits_RV, "full_tensor"):
+            logits_RV = logits_RV.full_tensor()
+        if "logits_to_keep" not in accepted:
+            logits_RV = logits_RV[keep_R]
+        logits_RV = logits_RV.float()
+        if (row.temperature_R != 1.0).any():
+            temperature_R = torch.from_numpy(row.temperature_R).to(self.device)
+            logits_RV = logits_RV / temperature_R[:, None]
+        logits_N = torch.from_numpy(row.logits_N).to(self.device)
+        target_ids_N = torch.from_numpy(row.target_ids_N).to(self.device)
+        return logits_RV[logits_N, target_ids_N] - logits_RV.logsumexp(-1)[logits_N]
+
+    def export(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """(checkpoint name, full tensor in the compute dtype), tied tensors once. Collective."""
+        for name, tensor in self._exported():
+            full = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+            for hf_name, value in self._to_checkpoint_names(name, full):
+                yield hf_name, self._to_engine_dtype(value)
+
+    def manifest(self) -> list[tuple[str, str, tuple[int, ...]]]:
+        """(name, dtype, shape) of what `export` yields, in its order, without moving data."""
+        rows = []
+        for name, tensor in self._exported():
+            empty = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+            for hf_name, value in self._to_checkpoint_names(name, empty):
+                dtype = str(self._to_engine_dtype(value).dtype).removeprefix("torch.")
+                rows.append((hf_name, dtype, tuple(value.shape)))
+        return rows
+
+    def _exported(self) -> Iterator[tuple[str, torch.Tensor]]:
+        state = self.module.state_dict()
+        unique = dict(self.module.named_parameters()) | dict(self.module.named_buffers())
+        for name, tensor in state.items():
+            if name in unique or name.replace(_WRAPPER, "") in unique:
+                yield name.replace(_WRAPPER, ""), tensor
+
+    def _to_checkpoint_names(
+        self, name: str, tensor: torch.Tensor
+    ) -> list[tuple[str, torch.Tensor]]:
+        adapter = getattr(self.module, "state_dict_adapter", None)
+        if adapter is None:
+            return [(name, tensor)]
+        return list(adapter.convert_single_tensor_to_hf(name, tensor))
+
+    def _to_engine_dtype(self, tensor: torch.Tensor) -> torch.Tensor:
+        if not tensor.is_floating_point():
+            return tensor.detach()
+        return tensor.detach().to(DTYPES[self.options.dtype])
+
+    def _fsdp_modules(self) -> list[FSDPModule]:
+        return [module for module in self.module.modules() if isinstance(module, FSDPModule)]
+
+
+def build(options: ModelOptions, world_size: int) -> ShardedModel:
+    """Load `options.model` as float32 masters and shard it over all ranks. Collective.
+
+    Raises ConfigError for a mesh that cannot work here, TrainerError if the model cannot be loaded.
+    """
+    _check(options, world_size)
+    on_cuda = torch.cuda.is_available()
+    device = torch.device("cuda", torch.cuda.current_device()) if on_cuda else torch.device("cpu")
+    precision = MixedPrecisionPolicy(
+        param_dtype=DTYPES[options.dtype], reduce_dtype=torch.float32, cast_forward_inputs=False
+    )
+    offload = CPUOffloadPolicy(pin_memory=on_cuda) if options.cpu_offload else None
+    with automodel_on_cpu():
+        module, context = _load(options, world_size, precision, offload)
+    if not any(isinstance(part, FSDPModule) for part in module.modules()):
+        _shard_alone(module, options, device, precision, offload)
+    if options.tp_size > 1:
+        _keep_embedding_gradient(module)
+    module.train()
+    return ShardedModel(
+        module=module,
+        device=device,
+        dp_size=world_size // (options.tp_size * options.cp_size),
+        mesh=context.device_mesh,
+        moe_mesh=context.moe_mesh,
+        options=options,
+    )
+
+
+def _check(options: ModelOptions, world_size: int) -> None:
+    if options.dtype not in DTYPES:
+        raise ConfigError(f"dtype {options.dtype!r} is unknown; choose one of {sorted(DTYPES)}")
+    if options.cp_size > 1 and not torch.cuda.is_available():
+        raise ConfigError(
+            f"cp_size={options.cp_size}: context parallelism needs Transformer Engine and CUDA; "
+            "set cp_size=1 on this machine"
+        )
+    for name in ("tp_size", "ep_size", "cp_size"):
+        if world_size % getattr(options, name):
+            raise ConfigError(
+                f"{name}={getattr(options, name)} does not divide the {world_size} trainer ranks"
+            )
+
+
+def _load(
+    options: ModelOptions,
+    world_size: int,
+    precision: MixedPrecisionPolicy,
+    offload: OffloadPolicy | None,
+) -> tuple[nn.Module, Any]:
+    from nemo_automodel import NeMoAutoModelForCausalLM
+    from nemo_automodel.components.distributed.config import DistributedSetup, FSDP2Config
+    from nemo_automodel.components.distributed.mesh import ParallelismSizes
+
+    strategy = FSDP2Config(
+        mp_policy=precision,
+        offload_policy=offload,
+        activation_checkpointing=options.activation_checkpointing,
+        reshard_after_forward=options.reshard_after_forward,
+    )
+    setup = DistributedSetup.build(
+        strategy=strategy,
+        parallelism_sizes=ParallelismSizes(
+            tp_size=options.tp_size, cp_size=options.cp_size, ep_size=options.ep_size
+        ),
+        activation_checkpointing=options.activation_checkpointing,
+        world_size=world_size,
+    )
+    try:
+        module = NeMoAutoModelForCausalLM.from_pretrained(
+            options.model,
+            dtype="float32",
+            attn_implementation="sdpa",
+            use_liger_kernel=False,
+            distributed_setup=setup,
+        )
+    except (OSError, ValueError) as error:
+        raise TrainerError(
+            f"model {options.model!r} cannot be loaded: {error}; give a folder with config.json, "
+            "a tokenizer and safetensors, or a hub id that this machine can reach"
+        ) from error
+    return module, setup.mesh_context
+
+
+def _keep_embedding_gradient(module: nn.Module) -> None:
+    """Wait for the vocab-parallel embedding before the first norm reads it.
+
+    The embedding returns a pending collective; AutoModel's float32 RMSNorm of the first layer
+    drops the gradient that flows through such a tensor, and the embedding then learns from the
+    residual path alone, without any sign of it. A copy is an ordinary tensor.
+    """
+    embedding = module.get_input_embeddings()  # type: ignore[operator]
+    embedding.register_forward_hook(lambda _module, _inputs, output: output.clone())
+
+
+def _shard_alone(
+    module: nn.Module,
+    options: ModelOptions,
+    device: torch.device,
+    precision: MixedPrecisionPolicy,
+    offload: OffloadPolicy | None,
+) -> None:
+    """FSDP2 on a mesh of one rank: each layer, then the root."""
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    rules: dict[str, Any] = {"mesh": mesh, "mp_policy": precision}
+    if offload is not None:
+        rules["offload_policy"] = offload
+    layers = module.get_submodule("model.layers")
+    for name, layer in list(layers.named_children()):
+        if options.activation_checkpointing:
+            from torch.distributed.algorithms._checkpoint import checkpoint_wrapper
+
+            layer = checkpoint_wrapper.checkpoint_wrapper(layer, preserve_rng_state=False)
+            layers.register_module(name, layer)
+        fully_shard(layer, reshard_after_forward=options.reshard_after_forward, **rules)
+    fully_shard(module, reshard_after_forward=options.reshard_after_forward, **rules)

@@ -1,0 +1,395 @@
+"""The FSDP2 actor: executes one plan at a time and turns it into new weights.
+
+Last stop of the data path: checked batch -> prepare (old and reference logprobs) -> token losses ->
+updates -> `state_digest`. One instance per rank, run as a Ray actor; methods marked collective must
+be called on all ranks. Invariants: a step is a function of (state, plan, settings), every random
+choice comes from H(seed, step, rank); on any error before an update the weights are untouched.
+
+Suffix: N trained tokens of this rank.
+"""
+
+import hashlib
+import os
+import time
+from collections.abc import Iterator, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from molt import digests
+from molt.schemas.errors import ConfigError, TrainerError
+from molt.train import checkpoint, metrics
+from molt.train.algo import LOSSES, LossInputs, LossOptions
+from molt.train.batch import Batch, make_batch, mini_batches
+from molt.train.digest import local_shard, shard_offset, state_digest
+from molt.train.metrics import Tally
+from molt.train.model import ModelOptions, ShardedModel, build
+from molt.train.packing import Row, Wanted, idle_row, pack
+from molt.train.settings import ENVIRONMENT, StepResult, TrainerSettings
+
+if TYPE_CHECKING:
+    from molt.replay.assemble import TrainSequence
+
+__all__ = ["ENVIRONMENT", "StepResult", "Trainer", "TrainerSettings"]
+
+
+class Trainer:
+    """One rank of the trainer.
+
+    `init_method` is "tcp://host:port" of rank 0; with `log_path` the process's stdout and stderr go
+    to that file. Nothing heavy happens before `start()`.
+    """
+
+    def __init__(
+        self,
+        settings: TrainerSettings,
+        rank: int,
+        world_size: int,
+        init_method: str,
+        log_path: str | None = None,
+    ) -> None:
+        if settings.algorithm not in LOSSES:
+            raise ConfigError(
+                f"algorithm {settings.algorithm!r} is unknown; choose one of {sorted(LOSSES)}"
+            )
+        self.settings = settings
+        self.rank = rank
+        self.world_size = world_size
+        self._init_method = init_method
+        self._loss_options = LossOptions(
+            is_cap=settings.is_cap,
+            clip_low=settings.clip_low,
+            clip_high=settings.clip_high,
+            kl_coef=settings.kl_coef,
+        )
+        self._step = torch.zeros((), dtype=torch.int64)
+        self._saved: dict[str, torch.Tensor] = {}
+        self._reference: dict[str, torch.Tensor] = {}
+        if log_path is not None:
+            _redirect_output(log_path)
+
+    # -- life ------------------------------------------------------------------------------------
+
+    def start(self) -> dict[str, Any]:
+        """Join the other ranks, load and shard the model, make the optimizer. Collective.
+
+        Returns seconds, n_parameters, n_tensors, memory_bytes (peak resident), dp_size and dp_rank
+        (ranks of one dp_rank are tensor- or context-parallel peers and take the same sequences).
+        """
+        started = time.perf_counter()
+        torch.set_num_threads(self.settings.threads)
+        if torch.cuda.is_available():
+            torch.cuda.set_device(self.rank % torch.cuda.device_count())
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo",
+            init_method=self._init_method,
+            rank=self.rank,
+            world_size=self.world_size,
+            timeout=timedelta(minutes=30),
+        )
+        options = {name: getattr(self.settings, name) for name in ModelOptions.__slots__}
+        self.model: ShardedModel = build(ModelOptions(**options), self.world_size)
+        self.parameters = self.model.parameters()
+        self.optimizer = torch.optim.AdamW(
+            list(self.parameters.values()),
+            lr=self.settings.lr,
+            betas=self.settings.betas,
+            eps=self.settings.eps,
+            weight_decay=self.settings.weight_decay,
+            fused=True,
+        )
+        for parameter in self.parameters.values():
+            self.optimizer.state[parameter] = {
+                "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
+                "exp_avg": torch.zeros_like(parameter.detach()),
+                "exp_avg_sq": torch.zeros_like(parameter.detach()),
+            }
+        if self.settings.kl_coef > 0.0:
+            self._reference = self._snapshot()
+        return {
+            "seconds": time.perf_counter() - started,
+            "n_parameters": sum(p.numel() for p in self.parameters.values()),
+            "n_tensors": len(self.manifest()),
+            "memory_bytes": metrics.rss_peak_bytes(),
+            "dp_size": self.model.dp_size,
+            "dp_rank": self.rank // self._copies,
+        }
+
+    def close(self) -> None:
+        """Leave the process group; the instance is of no use afterwards."""
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+    # -- one plan --------------------------------------------------------------------------------
+
+    def execute(self, step: int, sequences: "Sequence[TrainSequence] | Exception") -> StepResult:
+        """Run one plan: prepare, losses, updates. Collective; every rank passes its own sequences.
+
+        A rank that could not read its rows passes the exception instead: all ranks then raise.
+        Raises TrainerError for such a rank, for bad sequences, and for a loss or gradient that is
+        not finite; the weights are then those before the update that failed.
+        """
+        started = time.perf_counter()
+        self._begin_step(step)
+        batch = self._agree(step, sequences)
+        n_global = self._count(len(batch.sequence_N))
+        tally = Tally(batch)
+        if n_global:
+            self._train(step, batch, tally)
+        self._step.fill_(step)
+        digest_started = time.perf_counter()
+        digest = self.state_digest()
+        tally.seconds["digest"] = time.perf_counter() - digest_started
+        seconds = time.perf_counter() - started
+        return StepResult(
+            updates=tally.updates,
+            loss=tally.loss / max(tally.updates, 1),
+            grad_norm=tally.grad_norm,
+            n_tokens=n_global,
+            state_digest=digest,
+            metrics={
+                **metrics.policy_gaps(batch, tally.prepared_N, self.settings.is_cap),
+                "empty_steps": int(n_global == 0),
+                "tokens": n_global,
+                "packed_tokens": self._count(tally.packed_tokens),
+                "input_tokens": self._count(sum(int(w.targets[-1]) for w in batch.wanted)),
+                "seconds": {name: round(value, 4) for name, value in tally.seconds.items()},
+                "tokens_per_s": n_global / seconds,
+                "grad_norm": tally.grad_norm,
+                "lr": self.settings.lr,
+                "rss_bytes_peak": metrics.rss_peak_bytes(),
+            },
+            seconds=seconds,
+        )
+
+    def score(self, sequences: Sequence[Sequence[int]]) -> list[np.ndarray]:
+        """Teacher-forced log p of tokens 1.. of each sequence, float32 [len - 1], temperature 1.
+
+        Collective; all ranks pass the same sequences. An empty or one-token one gives [0].
+        """
+        lengths = [max(len(ids) - 1, 0) for ids in sequences]
+        wanted = [
+            Wanted(
+                token_ids=np.asarray(ids, np.int32),
+                targets=np.arange(1, len(ids)),
+                temperature=1.0,
+            )
+            for ids in sequences
+            if len(ids) > 1
+        ]
+        logprobs = self._forward(self._pack(wanted), sum(lengths))
+        return [part.copy() for part in np.split(logprobs.numpy(), np.cumsum(lengths)[:-1])]
+
+    # -- weights ---------------------------------------------------------------------------------
+
+    def export(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """(checkpoint name, full tensor in the engine's dtype), tied ones once. Collective."""
+        return self.model.export()
+
+    def manifest(self) -> list[tuple[str, str, tuple[int, ...]]]:
+        """(name, dtype, shape) of the tensors that `export` yields, in its order."""
+        return self.model.manifest()
+
+    def weights_digest(self) -> str:
+        """Digest of what `export` yields, 16 hex digits (invariant I7). Collective."""
+        return digests.weights_digest(self.export())
+
+    def perturb(self, scale: float, seed: int) -> None:
+        """Multiply every weight by 1 + scale x N(0, 1), for the start-up self-test."""
+        if not self._saved:
+            self._saved = self._snapshot()
+        for name, parameter in self.parameters.items():
+            shard = local_shard(parameter.detach())
+            key = _random_seed(seed, name, *shard_offset(parameter))
+            generator = torch.Generator(shard.device).manual_seed(key)
+            noise = torch.randn(shard.shape, generator=generator, device=shard.device)
+            shard.mul_(noise.mul_(scale).add_(1.0))
+
+    def restore(self) -> None:
+        """Bring back the bits from before the first `perturb`; without one, nothing happens."""
+        if self._saved:
+            self._put(self._saved)
+        self._saved = {}
+
+    # -- state -----------------------------------------------------------------------------------
+
+    def save(self, folder: str) -> list[tuple[str, int]]:
+        """Write parameters, optimizer and step into `folder`, durable on return. Collective.
+
+        Returns (relative file, bytes). The marker that makes a checkpoint count is the driver's.
+        """
+        return checkpoint.save(Path(folder), self._state())
+
+    def load(self, folder: str) -> int:
+        """Take the state of a checkpoint; returns its step. Collective."""
+        checkpoint.load(Path(folder), self._state())
+        return int(self._step)
+
+    def state_digest(self) -> str:
+        """Digest over parameters, optimizer and counters of all ranks, 16 hex. Collective."""
+        return state_digest(self._state().items())
+
+    # -- inside ----------------------------------------------------------------------------------
+
+    def _state(self) -> dict[str, torch.Tensor]:
+        return checkpoint.trainer_state(self.parameters, self.optimizer, self._step)
+
+    def _snapshot(self) -> dict[str, torch.Tensor]:
+        return {n: local_shard(p.detach()).clone() for n, p in self.parameters.items()}
+
+    def _put(self, weights: dict[str, torch.Tensor]) -> None:
+        for name, parameter in self.parameters.items():
+            local_shard(parameter.detach()).copy_(weights[name])
+
+    def _begin_step(self, step: int) -> None:
+        seed = _random_seed(self.settings.seed, step, self.rank)
+        torch.manual_seed(seed)
+        self._rng = np.random.default_rng(seed)
+
+    def _agree(self, step: int, sequences: "Sequence[TrainSequence] | Exception") -> Batch:
+        """Check this rank's rows, then ask whether every rank's are good, before any forward."""
+        error, batch = sequences if isinstance(sequences, Exception) else None, make_batch([])
+        if error is None:
+            try:
+                batch = make_batch(sequences)  # type: ignore[arg-type]
+            except TrainerError as found:
+                error = found
+        n_bad = int(self._reduce(1 if error else 0, dist.ReduceOp.SUM))
+        if error is not None:
+            raise TrainerError(f"step {step}, rank {self.rank}: {error}") from error
+        if n_bad:
+            raise TrainerError(f"step {step}: {n_bad} other rank(s) could not read their rows")
+        return batch
+
+    def _train(self, step: int, batch: Batch, tally: Tally) -> None:
+        """Prepare, then all updates of the step."""
+        passes, parts = self.settings.update_passes, self.settings.mini_batches
+        n, started = len(batch.sequence_N), time.perf_counter()
+        tally.is_single = passes * parts == 1
+        if not tally.is_single:
+            tally.prepared_N = self._forward(self._pack(batch.wanted), n)
+        if self._reference:
+            current = self._snapshot()
+            self._put(self._reference)
+            tally.reference_N = self._forward(self._pack(batch.wanted), n)
+            self._put(current)
+        tally.seconds["prepare"] = time.perf_counter() - started
+        for _ in range(passes):
+            for members in mini_batches(batch, parts, self._rng):
+                self._update(step, batch, members, tally)
+
+    def _update(self, step: int, batch: Batch, members: list[int], tally: Tally) -> None:
+        """One optimizer update on the given sequences, normalised by the tokens of all ranks."""
+        wanted, flat = batch.take(members)
+        rows, n_global = self._pack(wanted), self._count(len(flat))
+        if not n_global:
+            return
+        loss_N = torch.zeros(len(flat))
+        for row, is_last in zip(rows, [False] * (len(rows) - 1) + [True], strict=True):
+            self.model.begin_backward(is_last=is_last)
+            slot_N = torch.from_numpy(row.slot_N)
+            loss_N[slot_N] = self._backward(batch, row, flat[row.slot_N], n_global, tally)
+        started = time.perf_counter()
+        tally.grad_norm = self.model.clip_gradients(self.settings.grad_clip)
+        n_bad = self._reduce(int((~loss_N.isfinite()).sum()), dist.ReduceOp.SUM)
+        if n_bad or not np.isfinite(tally.grad_norm):
+            self.optimizer.zero_grad(set_to_none=True)
+            self._refuse(step, batch, loss_N, flat, tally)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        tally.seconds["optimizer"] += time.perf_counter() - started
+        tally.loss += self._reduce(float(loss_N.double().sum()), dist.ReduceOp.SUM) / (
+            n_global * self._copies
+        )
+        tally.updates += 1
+
+    def _backward(
+        self, batch: Batch, row: Row, flat_N: np.ndarray, n_global: int, tally: Tally
+    ) -> torch.Tensor:
+        """Forward and backward of one row; returns its detached token losses [N of the row]."""
+        started = time.perf_counter()
+        device = self.model.device
+        new_N = self.model.logprobs(row)
+        if tally.is_single:
+            tally.prepared_N[flat_N] = new_N.detach().cpu()
+        old_N = new_N.detach() if tally.is_single else tally.prepared_N[flat_N].to(device)
+        reference_N = tally.reference_N
+        inputs = LossInputs(
+            new_N=new_N,
+            old_N=old_N,
+            behaviour_N=torch.from_numpy(batch.behaviour_N[flat_N]).to(device),
+            advantage_N=torch.from_numpy(batch.advantage_N[flat_N]).to(device),
+            reference_N=None if reference_N is None else reference_N[flat_N].to(device),
+        )
+        loss_N = LOSSES[self.settings.algorithm](inputs, self._loss_options)
+        # FSDP2 averages over the data-parallel ranks; the normaliser already spans all of them.
+        loss = loss_N.sum() * (self.model.dp_size / n_global)
+        forward_done = time.perf_counter()
+        loss.backward()
+        tally.seconds["forward"] += forward_done - started
+        tally.seconds["backward"] += time.perf_counter() - forward_done
+        tally.packed_tokens += len(row.input_ids_T)
+        return loss_N.detach().cpu()
+
+    def _pack(self, wanted: list[Wanted]) -> list[Row]:
+        """This rank's rows, padded with idle ones to the longest rank's number. Collective."""
+        settings = self.settings
+        limit = settings.microbatch_tokens
+        rows = pack(wanted, max_tokens=limit, share=settings.share_prefixes)
+        n_rows = int(self._reduce(len(rows), dist.ReduceOp.MAX))
+        return rows + [idle_row()] * (n_rows - len(rows))
+
+    @torch.no_grad()
+    def _forward(self, rows: list[Row], n: int) -> torch.Tensor:
+        """Logprobs of all targets of `rows` without gradient, float32 [n] on the CPU."""
+        out_N = torch.zeros(n)
+        for row in rows:
+            out_N[torch.from_numpy(row.slot_N)] = self.model.logprobs(row).cpu()
+        self.model.reshard()
+        return out_N
+
+    def _refuse(
+        self, step: int, batch: Batch, loss_N: torch.Tensor, flat: np.ndarray, tally: Tally
+    ) -> None:
+        """Raise for a loss or gradient that is not finite, naming this rank's worst rollout."""
+        bad, worst = torch.nonzero(~loss_N.isfinite()), "none on this rank"
+        if len(loss_N):
+            at = flat[int(bad[0]) if len(bad) else int(loss_N.abs().argmax())]
+            worst = f"{batch.rollout_ids[batch.sequence_N[at]]} (advantage {batch.advantage_N[at]})"
+        raise TrainerError(
+            f"step {step}, update {tally.updates + 1}: loss or gradient is not finite "
+            f"(gradient norm {tally.grad_norm}, worst rollout {worst}); no optimizer step was "
+            f"taken, {tally.updates} update(s) of this step were; look at that rollout's logprobs "
+            "and reward, then resume from the last checkpoint without it"
+        )
+
+    @property
+    def _copies(self) -> int:
+        """Ranks that hold the same data (tensor- and context-parallel peers)."""
+        return self.world_size // self.model.dp_size
+
+    def _count(self, n_local: int) -> int:
+        return int(self._reduce(n_local, dist.ReduceOp.SUM)) // self._copies
+
+    def _reduce(self, value: float, op: Any) -> float:
+        reduced = torch.tensor(value, dtype=torch.float64)
+        dist.all_reduce(reduced, op)
+        return float(reduced)
+
+
+def _random_seed(*parts: object) -> int:
+    """H(parts): 63 bits that depend on every part."""
+    raw = hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=8).digest()
+    return int.from_bytes(raw, "little") >> 1
+
+
+def _redirect_output(log_path: str) -> None:
+    """Send stdout and stderr of this process, C libraries included, to a file."""
+    descriptor = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    os.close(descriptor)

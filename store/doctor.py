@@ -1,0 +1,273 @@
+"""`molt doctor`: every byte of a log verified, one commit in memory at a time (invariant I6).
+
+The checks of a row are those that ran before its write, its parent included; what is kept of a row
+is the digest and length of its segment. Damage is reported and never repaired.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+from molt.schemas.check import Parent, check_enums, check_routing_shape, check_row, segment_digest
+from molt.schemas.columns import normalise, to_rows
+from molt.schemas.control import CONTROL, HEADERS
+from molt.schemas.errors import LogCorrupt, MoltError, SegmentRejected
+from molt.store.commit import Commit
+from molt.store.control import NAME, Lineage, Record, lineage_of, read_control_commit, to_record
+from molt.store.files import names
+from molt.store.log import Log
+from molt.store.reader import (
+    BUCKET,
+    BUCKET_NAME,
+    CONTROL_DIR,
+    END,
+    WRITER_NAME,
+    CommitFile,
+    parse_name,
+    read_commit,
+)
+
+Progress = Callable[[int, int], None]
+
+
+@dataclass(slots=True)
+class _Report:
+    log: Path
+    progress: Progress
+    total: int
+    commits: int = 0
+    rows: int = 0
+    bytes: int = 0
+    invisible: int = 0
+    retired_checkpoints: int = 0
+    by_stream: dict[str, dict[str, int]] = field(default_factory=dict)
+    leftovers: list[str] = field(default_factory=list)
+    problems: list[dict[str, str]] = field(default_factory=list)
+
+    def problem(self, path: Path, why: object) -> None:
+        self.problems.append({"file": str(path.relative_to(self.log)), "why": str(why)})
+
+    def count(self, stream: str, rows: int, size: int) -> None:
+        self.commits, self.rows = self.commits + 1, self.rows + rows
+        one = self.by_stream.setdefault(stream, {"commits": 0, "rows": 0, "bytes": 0})
+        for name, n in (("commits", 1), ("rows", rows), ("bytes", size)):
+            one[name] += n
+
+    def listing(self, folder: Path) -> list[str]:
+        """Names in a folder; dot-files are what an interrupted publish left behind."""
+        if folder.is_dir():
+            hidden = sorted(p for p in folder.iterdir() if p.name.startswith("."))
+            self.leftovers += [str(p.relative_to(self.log)) for p in hidden]
+        return names(folder)
+
+    def read(self, size: int) -> None:
+        self.bytes += size
+        self.progress(self.bytes, max(self.total, self.bytes))
+
+
+def doctor(path: str | Path, progress: Progress | None = None) -> dict[str, Any]:
+    """Verify the log at `path`; `progress(done_bytes, total_bytes)` is called after each file.
+
+    Returns {"ok", "commits", "rows", "bytes", "problems": [{"file", "why"}], "by_stream",
+    "invisible", "leftovers", "retired_checkpoints"}. `invisible` counts commits behind their
+    writer's end: rows of a fenced worker, no damage. Raises FileNotFoundError if there is no log
+    and SchemaMismatch for a newer format.
+    """
+    log = Path(path).absolute()
+    report = _Report(log, progress or (lambda done, total: None), _total_bytes(log))
+    try:
+        Log.open(log)
+    except LogCorrupt as error:
+        report.problem(log / "format.json", error)
+    records = _control(report)
+    _Data(report, lineage_of(records) if records else Lineage(epoch=0)).run()
+    _checkpoints(report, records)
+    return {
+        "ok": not report.problems,
+        "commits": report.commits,
+        "rows": report.rows,
+        "bytes": report.bytes,
+        "problems": report.problems,
+        "by_stream": report.by_stream,
+        "invisible": report.invisible,
+        "leftovers": report.leftovers,
+        "retired_checkpoints": report.retired_checkpoints,
+    }
+
+
+def _total_bytes(log: Path) -> int:
+    folders = (log / CONTROL_DIR, log / "data")
+    return sum(p.stat().st_size for f in folders for p in f.rglob("*.arrow"))
+
+
+def _control(report: _Report) -> list[Record]:
+    """The readable control records; damage and missing numbers are reported."""
+    folder, records, expected = report.log / CONTROL_DIR, [], 0
+    for name in report.listing(folder):
+        path, m = folder / name, NAME.fullmatch(name)
+        if m is None:
+            report.problem(path, "not the name of a control record")
+            continue
+        for n in range(expected, int(m[1])):
+            report.problem(folder / f"{n:010d}.arrow", f"control record {n} is missing")
+        expected = int(m[1]) + 1
+        try:
+            commit = read_control_commit(report.log, int(m[1]))
+            records.append(_checked_record(commit))
+            report.count(commit.stream, commit.table.num_rows, path.stat().st_size)
+        except (MoltError, OSError) as error:
+            report.problem(path, error)
+        report.read(path.stat().st_size)
+    return records
+
+
+def _checked_record(commit: Commit) -> Record:
+    kind = commit.stream
+    if kind not in CONTROL:
+        raise LogCorrupt(f"{commit.where}: '{kind}' is no control record")
+    if set(commit.header) != HEADERS.get(kind, frozenset()):
+        raise LogCorrupt(f"{commit.where}: header {sorted(commit.header)}")
+    if not commit.header and commit.table.num_rows != 1:
+        raise LogCorrupt(f"{commit.where}: {commit.table.num_rows} rows instead of 1")
+    for row in to_rows(commit.table):
+        check_enums(kind, normalise(kind, CONTROL[kind], row))
+    return to_record(commit)
+
+
+Key = tuple[str, int, int]
+"""(rollout_id, attempt, segment)."""
+
+
+@dataclass(slots=True)
+class _Data:
+    """The pass over the data log. Rows whose parent another writer has are checked at the end."""
+
+    report: _Report
+    lineage: Lineage
+    parents: dict[Key, list[tuple[str, Parent]]] = field(default_factory=dict)
+    later: dict[CommitFile, list[int]] = field(default_factory=dict)
+
+    def run(self) -> None:
+        data = self.report.log / "data"
+        for writer in sorted({*self.report.listing(data), *self.lineage.closed}):
+            if WRITER_NAME.fullmatch(writer):
+                self._writer(writer)
+            else:
+                self.report.problem(data / writer, "not the name of a writer's directory")
+        for file, indexes in self.later.items():
+            commit = read_commit(file)
+            rows = to_rows(commit.table)
+            for i in indexes:
+                self._row(file, commit, i, rows[i], last=True)
+
+    def _writer(self, writer: str) -> None:
+        limit = self.lineage.last_seq(writer)
+        expected, ended = 0, False
+        for file in self._files(writer):
+            if limit is not None and file.seq > limit:
+                self.report.invisible += 1
+                self.report.read(file.path.stat().st_size)
+                continue
+            if file.seq < expected:
+                self.report.problem(file.path, f"two commits of {writer} have number {file.seq}")
+            elif ended:
+                self.report.problem(file.path, f"behind the `end` commit of {writer}")
+            for n in range(expected, file.seq):
+                self.report.problem(file.path.parent, f"commit {n} of {writer} is missing")
+            expected, ended = max(expected, file.seq + 1), ended or file.stream == END
+            self._commit(file)
+        for n in range(expected, (limit if limit is not None else -1) + 1):
+            folder = self.report.log / "data" / writer / f"{n // BUCKET:06d}"
+            self.report.problem(folder, f"commit {n} of {writer} is missing")
+
+    def _files(self, writer: str) -> Iterator[CommitFile]:
+        folder = self.report.log / "data" / writer
+        for bucket in self.report.listing(folder):
+            if not BUCKET_NAME.fullmatch(bucket):
+                self.report.problem(folder / bucket, "not the name of a bucket")
+                continue
+            for name in self.report.listing(folder / bucket):
+                file = parse_name(folder / bucket, writer, name)
+                if file is None or file.seq // BUCKET != int(bucket):
+                    self.report.problem(folder / bucket / name, "not a commit of this bucket")
+                else:
+                    yield file
+
+    def _commit(self, file: CommitFile) -> None:
+        size = file.path.stat().st_size
+        try:
+            commit = read_commit(file)
+            for i, row in enumerate(to_rows(commit.table)):
+                self._row(file, commit, i, row)
+            self.report.count(file.stream, commit.table.num_rows, size)
+        except (MoltError, OSError) as error:
+            self.report.problem(file.path, error)
+        self.report.read(size)
+
+    def _row(
+        self, file: CommitFile, commit: Commit, i: int, row: dict[str, Any], last: bool = False
+    ) -> None:
+        schema = commit.table.schema
+        try:
+            if file.stream == "segments":
+                self._segment(file, schema, i, row, last)
+                return
+            check_row(file.stream, schema, row)
+            if file.stream == "routing":
+                found = self.parents.get((row["rollout_id"], row["attempt"], row["segment"]), [])
+                n_chain = max((p.n_chain for _, p in found), default=None)
+                check_routing_shape(row, _text(schema.metadata), n_chain)
+        except SegmentRejected as error:
+            self.report.problem(file.path, f"row {i}: {error}")
+
+    def _segment(
+        self, file: CommitFile, schema: pa.Schema, i: int, row: dict[str, Any], last: bool
+    ) -> None:
+        who = (row["rollout_id"], row["attempt"])
+        n_own, number = len(row["token_ids"]), row["segment"]
+        own = Parent(digest=row["digest"], n_chain=row["keep"] + n_own, n_own=n_own)
+        if not last:
+            self.parents.setdefault((*who, number), []).append((file.writer, own))
+        if row["parent"] is None:
+            check_row("segments", schema, row)
+            return
+        found = self.parents.get((*who, row["parent"]), [])
+        same = [p for writer, p in found if writer == file.writer] or [p for _, p in found]
+        if not same and not last:
+            self.later.setdefault(file, []).append(i)
+        elif not same:
+            raise SegmentRejected(
+                f"segments row of {who[0]} attempt {who[1]} segment {number}: its parent "
+                f"{row['parent']} is not in the log"
+            )
+        else:
+            digests = {p.digest: p for p in same}
+            fits = [p for p in digests.values() if _fits(row, p)]
+            check_row("segments", schema, row, (fits or same)[0])
+
+
+def _fits(row: Mapping[str, Any], parent: Parent) -> bool:
+    return bool(segment_digest(row, parent.digest) == row["digest"])
+
+
+def _text(metadata: Mapping[bytes, bytes] | None) -> dict[str, str]:
+    return {k.decode(): v.decode() for k, v in (metadata or {}).items()}
+
+
+def _checkpoints(report: _Report, records: list[Record]) -> None:
+    """A recorded checkpoint is complete or retired; half of one is damage."""
+    for row in (r.rows[0] for r in records if r.kind == "checkpoint"):
+        folder = report.log / row["path"]
+        if not folder.is_dir():
+            report.retired_checkpoints += 1
+        elif not (folder / "COMPLETE").is_file():
+            report.problem(folder, "a recorded checkpoint without its COMPLETE marker")
+        else:
+            for file in row["files"]:
+                path = folder / file["name"]
+                size = path.stat().st_size if path.is_file() else None
+                if size != file["bytes"]:
+                    report.problem(path, f"{size} bytes instead of {file['bytes']}")

@@ -1,0 +1,160 @@
+"""Commits as DuckDB sees them: a dataset that decodes verified commits while a query runs (I6).
+
+Between the snapshot (which rows count) and the views of sql.py. One commit is decoded at a time,
+only the columns that the query names, so memory does not grow with the log.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.dataset as ds
+
+from molt.schemas.upgrade import UPGRADES
+from molt.store.reader import CommitFile, read_commit
+from molt.store.snapshot import ABANDONED, Snapshot
+
+RowMap = tuple[pa.Table, npt.NDArray[np.int64]]
+"""View rows without their address, and the commit row that each of them comes from."""
+
+
+class CommitDataset(ds.Dataset):  # type: ignore[misc]
+    """Commits of one stream as rows of a view, decoded anew in each scan.
+
+    DuckDB calls `scanner` with the columns and the filter of the query.
+    """
+
+    def __init__(
+        self,
+        snapshots: Sequence[Snapshot],
+        stream: str,
+        schema: pa.Schema,
+        rows: Callable[[pa.Table, list[str]], RowMap],
+        needs: Callable[[list[str]], list[str]],
+    ) -> None:
+        self._schema, self._rows, self._needs = schema, rows, needs
+        self._parts = [(s, file, state) for s in snapshots for file, state in s.states(stream)]
+        self._whole = any(name == stream for name, _ in UPGRADES)
+
+    @property
+    def schema(self) -> pa.Schema:
+        return self._schema
+
+    def scanner(
+        self, columns: list[str] | None = None, filter: pc.Expression | None = None, **_: Any
+    ) -> ds.Scanner:
+        text = str(filter) if filter is not None else ""
+        wanted = [n for n in self._schema.names if columns is None or n in columns or n in text]
+        schema = pa.schema([self._schema.field(n) for n in wanted])
+        batches = self._batches(wanted, schema)
+        return ds.Scanner.from_batches(batches, schema=schema, columns=columns, filter=filter)
+
+    def _batches(self, wanted: list[str], schema: pa.Schema) -> Iterator[pa.RecordBatch]:
+        columns = None if self._whole else self._needs(wanted)
+        for snapshot, file, state in self._parts:
+            shown = np.flatnonzero(snapshot.shown(state))
+            if not len(shown):
+                continue
+            table = read_commit(file, columns).table
+            if len(shown) < table.num_rows:
+                table = table.take(shown)
+            out, index = self._rows(table, wanted)
+            extras = _address(snapshot, file, shown, state)
+            for name in wanted:
+                if name in extras and name not in out.column_names:
+                    out = out.append_column(name, extras[name].take(index))
+            yield from _in_schema(out, schema, len(index)).to_batches()
+
+
+def _address(
+    snapshot: Snapshot,
+    file: CommitFile,
+    shown: npt.NDArray[np.int64],
+    state: npt.NDArray[np.uint8],
+) -> dict[str, pa.Array]:
+    n = len(shown)
+    return {
+        "writer": pa.repeat(pa.scalar(file.writer), n),
+        "seq": pa.repeat(pa.scalar(file.seq, pa.int64()), n),
+        "row": pa.array(shown, pa.int32()),
+        "run_id": pa.repeat(pa.scalar(snapshot.log.run_id), n),
+        "abandoned": pa.array(state[shown] == ABANDONED),
+    }
+
+
+def _in_schema(table: pa.Table, schema: pa.Schema, n: int) -> pa.Table:
+    columns = [
+        table.column(f.name).cast(f.type) if f.name in table.column_names else pa.nulls(n, f.type)
+        for f in schema
+    ]
+    return pa.Table.from_arrays(columns, schema=schema)
+
+
+def plain_rows(table: pa.Table, wanted: list[str]) -> RowMap:
+    return table, np.arange(table.num_rows)
+
+
+def segment_rows(table: pa.Table, wanted: list[str]) -> RowMap:
+    """Segment rows with NULL logprobs where nothing was sampled, and two counts."""
+    if "logprobs" in wanted:
+        lists, flat = _flat(table, "logprobs")
+        where = pa.array(_flat(table, "sampled")[1] == 1)
+        values = pc.if_else(where, pa.array(flat), pa.scalar(None, pa.float32()))
+        column = pa.LargeListArray.from_arrays(pa.array(lists), values)
+        table = table.set_column(table.column_names.index("logprobs"), "logprobs", column)
+    if "n_tokens" in wanted or "n_sampled" in wanted:
+        offsets, sampled = _flat(table, "sampled")
+        total = np.concatenate([[0], np.cumsum(sampled, dtype=np.int64)])
+        table = table.append_column("n_tokens", pa.array(np.diff(offsets)))
+        table = table.append_column("n_sampled", pa.array(np.diff(total[offsets])))
+    return table, np.arange(table.num_rows)
+
+
+def segment_needs(wanted: list[str]) -> list[str]:
+    derived = {"logprobs", "n_tokens", "n_sampled"} & set(wanted)
+    return ["rollout_id", *wanted, *(["sampled"] if derived else [])]
+
+
+def token_rows(table: pa.Table, wanted: list[str]) -> RowMap:
+    """One row per token, each with the version that sampled it."""
+    offsets, sampled = _flat(table, "sampled")
+    index = np.repeat(np.arange(table.num_rows), np.diff(offsets))
+    out = {"sampled": pa.array(sampled), "pos": pa.array(np.arange(len(index)) - offsets[index])}
+    for name in {"rollout_id", "attempt", "segment"} & set(wanted):
+        out[name] = table.column(name).combine_chunks().take(pa.array(index))
+    for name, column in (("token_id", "token_ids"), ("train", "train")):
+        if name in wanted:
+            out[name] = pa.array(_flat(table, column)[1])
+    unsampled = sampled == 0
+    if "logprob" in wanted:
+        out["logprob"] = pa.array(_flat(table, "logprobs")[1], mask=unsampled)
+    if "version" in wanted or "version_epoch" in wanted:
+        runs = table.column("version_runs").combine_chunks().flatten()
+        times = runs.field("n").to_numpy()
+        for name, key in (("version_epoch", "epoch"), ("version", "version")):
+            values = np.zeros(len(index), np.int64)
+            values[~unsampled] = np.repeat(runs.field(key).to_numpy(), times)
+            out[name] = pa.array(values, mask=unsampled)
+    return pa.table(out), index
+
+
+_TOKEN_SOURCE = {
+    "token_id": "token_ids",
+    "logprob": "logprobs",
+    "version": "version_runs",
+    "version_epoch": "version_runs",
+}
+
+
+def token_needs(wanted: list[str]) -> list[str]:
+    return ["sampled", *(_TOKEN_SOURCE.get(name, name) for name in wanted)]
+
+
+def _flat(table: pa.Table, name: str) -> tuple[npt.NDArray[np.int64], npt.NDArray[Any]]:
+    """(offsets from 0, values) of a list column without nulls."""
+    array = table.column(name).combine_chunks()
+    offsets = array.offsets.to_numpy()
+    return offsets - offsets[0], array.flatten().to_numpy(zero_copy_only=False)

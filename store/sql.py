@@ -1,0 +1,325 @@
+"""SQL over the log: DuckDB views of the streams and the control records (invariant I6).
+
+A stream is handed to DuckDB as a dataset that decodes one verified commit at a time, only the
+columns that a query needs; nothing is copied to disk and no index is kept. Views that a query does
+not name are not read. Every view ends with `run_id`; streams also have `writer, seq, row` (row
+addresses), and with epoch="all" a boolean `abandoned`.
+"""
+
+import datetime
+import decimal
+import math
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import duckdb
+import pyarrow as pa
+
+from molt.schemas.columns import normalise, to_table
+from molt.schemas.control import CONTROL
+from molt.schemas.errors import ConfigError, LogCorrupt
+from molt.schemas.records import Ref
+from molt.schemas.streams import STREAMS
+from molt.store.branches import branches, token_lags
+from molt.store.control import Record
+from molt.store.log import Log
+from molt.store.scan import (
+    CommitDataset,
+    plain_rows,
+    segment_needs,
+    segment_rows,
+    token_needs,
+    token_rows,
+)
+from molt.store.snapshot import Epoch, Snapshot, stream_schema
+
+Rows = Iterator[dict[str, Any]]
+
+CONTROL_VIEWS = {
+    "epochs": ("epoch", "epoch parent_epoch cut at config"),
+    "plans": (
+        "plan",
+        "step data_pass group_id rollout_id attempt n_branches reward in_baseline advantage "
+        "lag_max decision epoch at",
+    ),
+    "drops": ("drop", "group_id rollout_id reason epoch at"),
+    "steps": (
+        "step",
+        "step epoch updates loss grad_norm n_tokens state_digest metrics counts at",
+    ),
+    "policies": (
+        "policy",
+        "epoch version weights_digest seconds kv recompute_tokens probe_gap at",
+    ),
+    "checkpoints": ("checkpoint", "epoch step path bytes at"),
+}
+"""view -> (record kind, columns)."""
+
+DERIVED_TYPES = {
+    "epoch": pa.int32(),
+    "step": pa.int64(),
+    "data_pass": pa.int32(),
+    "n_branches": pa.int32(),
+    "probe_gap": pa.float64(),
+}
+"""Columns of control views that come from the header or are computed."""
+
+BRANCHES = pa.schema(
+    [
+        ("rollout_id", pa.string()),
+        ("attempt", pa.int32()),
+        ("branch", pa.int32()),
+        ("tip", pa.int32()),
+        ("n_tokens", pa.int64()),
+        ("n_owned", pa.int64()),
+        ("n_context", pa.int64()),
+    ]
+)
+LAG = pa.schema(
+    [
+        ("step", pa.int64()),
+        ("rollout_id", pa.string()),
+        ("lag", pa.int64()),
+        ("n_tokens", pa.int64()),
+    ]
+)
+TOKENS = pa.schema(
+    [
+        ("rollout_id", pa.string()),
+        ("attempt", pa.int32()),
+        ("segment", pa.int32()),
+        ("pos", pa.int64()),
+        ("token_id", pa.int32()),
+        ("sampled", pa.uint8()),
+        ("train", pa.uint8()),
+        ("logprob", pa.float32()),
+        ("version_epoch", pa.int32()),
+        ("version", pa.int64()),
+    ]
+)
+SEGMENT_EXTRAS = [pa.field("n_tokens", pa.int64()), pa.field("n_sampled", pa.int64())]
+ADDRESS = [
+    pa.field("writer", pa.string()),
+    pa.field("seq", pa.int64()),
+    pa.field("row", pa.int32()),
+]
+RUN_ID = pa.field("run_id", pa.string())
+ABANDONED_FIELD = pa.field("abandoned", pa.bool_())
+
+GROUPS = """
+create temp view groups as
+with issued as (
+    select run_id, group_id, min(ordinal) as ordinal, min(purpose) as purpose, max(n) as n
+    from prompts group by all
+), done as (
+    select o.run_id, o.group_id, count(distinct o.rollout_id) as n_done
+    from rollouts o
+    where o.status <> 'pending' or exists (
+        from rewards w
+        where (w.run_id, w.rollout_id, w.attempt) = (o.run_id, o.rollout_id, o.attempt))
+    group by all
+), planned as (select run_id, group_id, min(step) as step from plans group by all
+), dropped as (
+    select run_id, group_id, min(reason) as reason from drops where rollout_id is null group by all
+)
+select group_id, ordinal, purpose, n, coalesce(n_done, 0) as n_done,
+       step is not null or reason is not null as settled, step, reason, run_id
+from issued
+left join done using (run_id, group_id)
+left join planned using (run_id, group_id)
+left join dropped using (run_id, group_id)
+"""
+GROUPS_NEEDS = {"prompts", "rollouts", "rewards", "plans", "drops"}
+
+WORDS = re.compile(r"\w+")
+
+
+def connect(
+    logs: Sequence[Log], epoch: Epoch = None, query: str | None = None
+) -> duckdb.DuckDBPyConnection:
+    """A DuckDB connection with the views of one or several logs, as they are now.
+
+    `epoch` None shows the newest epoch's lineage, a number that epoch's, "all" abandoned futures
+    too. `query` limits what is read to the views that it names. Raises LogCorrupt or LogGap with
+    the name of the damaged or missing commit.
+    """
+    snapshots = [Snapshot(log, epoch) for log in logs]
+    views = _views(snapshots)
+    words = set(WORDS.findall(query.lower())) if query is not None else set()
+    named = (words & (set(views) | {"groups"})) or {*views, "groups"}
+    if "groups" in named:
+        named |= GROUPS_NEEDS
+    con = duckdb.connect()
+    for name in sorted(named - {"groups"}):
+        con.register(name, views[name]())
+    if "groups" in named:
+        con.execute(GROUPS)
+    con.execute("SET python_enable_replacements = false")
+    con.execute("SET enable_external_access = false")
+    con.execute("SET lock_configuration = true")
+    return con
+
+
+def run_sql(
+    logs: Sequence[Log], query: str, epoch: Epoch = None
+) -> tuple[list[str], list[list[Any]]]:
+    """Column names and JSON-able rows of one query; ConfigError with DuckDB's words if it fails."""
+    con = connect(logs, epoch, query)
+    try:
+        con.execute(query)
+        names = [column[0] for column in con.description or []]
+        return names, [[json_able(v) for v in row] for row in con.fetchall()] if names else []
+    except duckdb.Error as error:
+        known = ", ".join(sorted([*_views([Snapshot(log) for log in logs]), "groups"]))
+        raise ConfigError(f"the query failed: {error}\nViews: {known}") from None
+    finally:
+        con.close()
+
+
+def json_able(value: Any) -> Any:
+    """A DuckDB value for json.dumps: bytes as hex, times as ISO text, NaN as text."""
+    if isinstance(value, bytes):
+        return value.hex()
+    if isinstance(value, datetime.datetime | datetime.date | datetime.time):
+        return value.isoformat()
+    if isinstance(value, decimal.Decimal):
+        return float(value)
+    if isinstance(value, float):
+        return value if math.isfinite(value) else str(value)
+    if isinstance(value, Mapping):
+        return {str(k): json_able(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [json_able(v) for v in value]
+    return value if value is None or isinstance(value, str | int) else str(value)
+
+
+def _views(snapshots: Sequence[Snapshot]) -> dict[str, Callable[[], Any]]:
+    """view -> what makes it, so that only named views are read."""
+    last = [RUN_ID, ABANDONED_FIELD] if any(s.everything for s in snapshots) else [RUN_ID]
+    users = {name for s in snapshots for name in s.files if name not in STREAMS}
+    views: dict[str, Callable[[], Any]] = {}
+    for name in [*STREAMS, *sorted(users)]:
+        views[name] = partial(_stream, snapshots, name, last)
+    for name in CONTROL_VIEWS:
+        views[name] = partial(_control, snapshots, name, last)
+    views["tokens"] = lambda: CommitDataset(
+        snapshots, "segments", _with(TOKENS, last), token_rows, token_needs
+    )
+    views["branches"] = lambda: _memory(_with(BRANCHES, last), map(_branch_rows, snapshots))
+    views["lag"] = lambda: _memory(_with(LAG, last), map(_lag_rows, snapshots))
+    return views
+
+
+def _with(schema: pa.Schema, fields: Sequence[pa.Field]) -> pa.Schema:
+    return pa.schema([*(f.with_nullable(True) for f in schema), *fields])
+
+
+def _stream(snapshots: Sequence[Snapshot], name: str, last: list[pa.Field]) -> CommitDataset:
+    schema = STREAMS[name] if name in STREAMS else stream_schema(list(snapshots), name)
+    if name == "segments":
+        full = _with(schema, [*SEGMENT_EXTRAS, *ADDRESS, *last])
+        return CommitDataset(snapshots, name, full, segment_rows, segment_needs)
+    first = schema.names[0]
+    full = _with(schema, [f for f in (*ADDRESS, *last) if f.name not in schema.names])
+    return CommitDataset(snapshots, name, full, plain_rows, lambda wanted: [first, *wanted])
+
+
+def _memory(schema: pa.Schema, rows: Iterator[Rows]) -> pa.Table:
+    return to_table(schema, [normalise("view", schema, r) for part in rows for r in part])
+
+
+def _control(snapshots: Sequence[Snapshot], view: str, last: list[pa.Field]) -> pa.Table:
+    kind, columns = CONTROL_VIEWS[view]
+    stored = CONTROL[kind]
+    fields = [
+        stored.field(c) if c in stored.names else pa.field(c, DERIVED_TYPES[c])
+        for c in columns.split()
+    ]
+    schema = _with(pa.schema(fields), last)
+    return _memory(schema, (_control_rows(s, kind, schema) for s in snapshots))
+
+
+def _control_rows(snapshot: Snapshot, kind: str, schema: pa.Schema) -> Rows:
+    for record, lost in _records(snapshot, kind):
+        for row in record.rows:
+            full = {**record.header, **row, **_tail(snapshot, lost)}
+            if kind == "plan":
+                full["n_branches"] = len(row["branches"])
+            elif kind == "policy":
+                full["probe_gap"] = row["probe"]["mean_gap"]
+            yield {name: full[name] for name in schema.names}
+
+
+def _records(snapshot: Snapshot, kind: str) -> Iterator[tuple[Record, bool]]:
+    for record in snapshot.records:
+        lost = not snapshot.lineage.holds(record.n)
+        if record.kind == kind and (snapshot.everything or not lost):
+            yield record, lost
+
+
+def _tail(snapshot: Snapshot, lost: bool) -> dict[str, Any]:
+    run = {"run_id": snapshot.log.run_id}
+    return {**run, "abandoned": lost} if snapshot.everything else run
+
+
+def _branch_rows(snapshot: Snapshot) -> Rows:
+    for (rollout_id, attempt), lost, family in snapshot.links():
+        for number, branch in enumerate(branches(family)):
+            owned = sum(family[p.segment].n_sampled(p.owned_from, p.end) for p in branch.pieces)
+            yield {
+                "rollout_id": rollout_id,
+                "attempt": attempt,
+                "branch": number,
+                "tip": branch.tip,
+                "n_tokens": branch.n_tokens,
+                "n_owned": owned,
+                "n_context": branch.n_tokens - owned,
+                **_tail(snapshot, lost),
+            }
+
+
+def _lag_rows(snapshot: Snapshot) -> Rows:
+    """Trained tokens by lag, from the rows that each plan names: never from its own counts."""
+    for record, lost in _records(snapshot, "plan"):
+        for row in record.rows:
+            counts: Counter[int] = Counter()
+            rows = _planned_segments(snapshot, record, row)
+            links = {i: SimpleNamespace(n_tokens=len(r["token_ids"]), **r) for i, r in rows.items()}
+            for branch in branches(links, {b["tip"] for b in row["branches"]}):
+                for piece in branch.pieces:
+                    segment, own = rows[piece.segment], slice(piece.owned_from, piece.end)
+                    lags = token_lags(segment, record.header["step"])[own]
+                    counts.update(lags[segment["train"][own] == 1].tolist())
+            for lag, n in sorted(counts.items()):
+                yield {
+                    "step": record.header["step"],
+                    "rollout_id": row["rollout_id"],
+                    "lag": lag,
+                    "n_tokens": n,
+                    **_tail(snapshot, lost),
+                }
+
+
+def _planned_segments(
+    snapshot: Snapshot, record: Record, row: Mapping[str, Any]
+) -> dict[int, dict[str, Any]]:
+    if row["decision"] == "baseline_only":
+        return {}
+    refs = {Ref(**ref) for branch in row["branches"] for ref in branch["refs"]}
+    found = [_log_of(snapshot, record, ref).row(ref) for ref in sorted(refs)]
+    return {r["segment"]: r for r in found if "token_ids" in r}
+
+
+def _log_of(snapshot: Snapshot, record: Record, ref: Ref) -> Log:
+    """The log that a plan's address points into: this one, or a source of its epoch."""
+    if ref.log == 0:
+        return snapshot.log
+    epochs = [r for r in snapshot.records if r.kind == "epoch" and r.epoch == record.epoch]
+    paths = {s["log"]: s["path"] for r in epochs for s in r.rows[0]["sources"]}
+    if ref.log not in paths:
+        raise LogCorrupt(f"plan {record.n} names log {ref.log}, which its epoch does not list")
+    return Log.open(snapshot.log.path / paths[ref.log])

@@ -1,0 +1,39 @@
+"""Fixtures of all tests: a fresh log, and one complete tiny log that is built once."""
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import factories as make
+import pytest
+
+from molt.store import Log, Writer
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> Log:
+    """A log with epoch 1 and its first weights, version (1, 0)."""
+    log = Log.create(tmp_path / "log", run_id="run")
+    make.open_epoch(log)
+    log.control.put("policy", [make.policy(1, 0)])
+    return log
+
+
+@pytest.fixture
+def w(log: Log) -> Iterator[Writer]:
+    """A writer of `log` whose linger never ends by itself: tests flush."""
+    writer = log.writer(linger_s=60)
+    yield writer
+    writer.close()
+
+
+@pytest.fixture(scope="session")
+def tiny_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make.build_log(tmp_path_factory.mktemp("tiny") / "log").path
+
+
+@pytest.fixture
+def tiny(tiny_path: Path, tmp_path: Path) -> Log:
+    """A copy of the complete tiny log; the test may damage it."""
+    shutil.copytree(tiny_path, tmp_path / "tiny")
+    return Log.open(tmp_path / "tiny")

@@ -1,0 +1,99 @@
+"""Configuration: defaults, overrides, and every kind of mistake named."""
+
+from pathlib import Path
+
+import pytest
+
+from molt.agents.env import resolve
+from molt.config import difference, load
+from molt.data import Prompts
+from molt.model import resolve_model
+from molt.schemas.errors import ConfigError
+
+DEMO = Path(__file__).parents[2] / "molt" / "recipes" / "demo.toml"
+
+
+def test_the_demo_loads_and_overrides_apply() -> None:
+    config = load(DEMO, ["train.lr=1e-6", "model=owner/name", "algo.max_lag=0", "run.dir=runs/x"])
+    assert (config.train.lr, config.model, config.algo.max_lag) == (1e-6, "owner/name", 0)
+    assert config.run.dir == "runs/x" and config.train.betas == (0.9, 0.95)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("train.learning_rate=1", "unknown configuration key 'train.learning_rate'"),
+        ("algo.max_lagg=1", "did you mean 'max_lag'"),
+        ("trian.lr=1", "did you mean 'train'"),
+        ("run.steps=many", "'run.steps' must be int"),
+        ("run.steps=0", "at least 1"),
+        ("train.dtype=bfloat16", "mixture"),
+        ("run.steps", "expected a.b=value"),
+        ("model.x=1", "is not a section"),
+        ("algo.drop_equal=1", "'algo.drop_equal' must be bool"),
+        ("sampling.temperature=0.001", "temperature"),
+        ("sampling.max_tokens=0", "max_tokens"),
+    ],
+)
+def test_mistakes_are_named(override: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load(DEMO, [override])
+
+
+def test_a_missing_file_and_bad_toml(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no configuration file"):
+        load(tmp_path / "none.toml")
+    (tmp_path / "bad.toml").write_text("model = ")
+    with pytest.raises(ConfigError, match=r"bad\.toml"):
+        load(tmp_path / "bad.toml")
+    (tmp_path / "part.toml").write_text('model = "x"')
+    with pytest.raises(ConfigError, match=r"'run\.dir'"):
+        load(tmp_path / "part.toml")
+
+
+def test_difference_names_changed_keys_only() -> None:
+    old = {"train": {"lr": 1.0, "betas": [0.9, 0.95]}, "model": "a"}
+    new = {"train": {"lr": 2.0, "betas": (0.9, 0.95)}, "model": "a"}
+    assert difference(old, new) == {"train.lr": (1.0, 2.0)}
+
+
+def test_prompts_are_a_function_of_seed_and_ordinal() -> None:
+    data = load(DEMO).data
+    a, b = Prompts(data, seed=1), Prompts(data, seed=1)
+    ordinals = [0, 5, a.size - 1, a.size, 3 * a.size + 2]
+    assert [a.train(k) for k in ordinals] == [b.train(k) for k in reversed(ordinals)][::-1]
+    one_pass = [a.train(k) for k in range(a.size)]
+    assert sorted(map(str, one_pass)) == sorted(str(a.train(a.size + k)) for k in range(a.size))
+    assert one_pass != [Prompts(data, seed=2).train(k) for k in range(a.size)]
+
+
+def test_held_out_pairs_are_held_out_in_both_orders() -> None:
+    prompts = Prompts(load(DEMO).data, seed=0)
+    trained = {frozenset((p["x"], p["y"])) for p in map(prompts.train, range(prompts.size))}
+    held_out = {frozenset((p["x"], p["y"])) for p in prompts.heldout}
+    assert len(prompts.heldout) > 100 and not trained & held_out
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("no_colon", "expected 'package.module:name'"),
+        ("no_such_module:x", "No module named"),
+        ("molt.recipes.addition:Nope", "has no 'Nope'"),
+        ("molt.recipes.addition:LOW", "cannot be called"),
+    ],
+)
+def test_unresolvable_names(name: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        resolve(name, "agent.env")
+
+
+@pytest.mark.parametrize("spec", ["/no/such/folder", "./nowhere", "not-a-model"])
+def test_a_missing_model_is_named(spec: str) -> None:
+    with pytest.raises(ConfigError, match="no such folder"):
+        resolve_model(spec)
+
+
+def test_a_folder_without_a_checkpoint_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"has no config\.json"):
+        resolve_model(str(tmp_path))

@@ -1,0 +1,142 @@
+"""The fold: finished, in flight, settled, re-issued; each from a real log."""
+
+import factories as make
+import pytest
+
+from molt.schemas.records import Version
+from molt.store import Log
+from molt.store.fold import COLUMNS, STREAMS, Fold, Ordinals, unsettled
+from molt.store.writer import Writer
+
+
+def fold_of(log: Log) -> Fold:
+    fold = Fold(log.tail(streams=STREAMS, columns=COLUMNS))
+    fold.update()
+    return fold
+
+
+def test_the_tiny_log_folds_to_its_story(tiny: Log) -> None:
+    fold = fold_of(tiny)
+    assert fold.policies == {
+        Version(epoch=e, version=v) for e, v in ((1, 0), (1, 1), (2, 1), (2, 2))
+    }
+    assert [g.group_id for g in fold.open_groups("train")] == ["train-2"]
+    assert fold.last_step == 2 and set(fold.plans) == {1, 2}
+    assert fold.low_water_mark() == 2
+    assert fold.next_ordinal["train"] == 5
+    assert [g.group_id for g in fold.closed_groups("eval")] == ["eval-0"]
+    assert [(g.group_id, again) for g, again in unsettled(fold, "train")] == [
+        ("train-2", [("train-2/0", 1)])
+    ]
+
+
+def test_a_group_closes_with_its_last_outcome(log: Log, w: Writer) -> None:
+    w.append("prompts", make.prompt(0, n=2))
+    make.append_rollout(w, "train-0/0")
+    fold = fold_of(log)
+    assert fold.closed_groups("train") == []
+    make.append_rollout(w, "train-0/1")
+    fold.update()
+    assert [g.group_id for g in fold.closed_groups("train")] == ["train-0"]
+
+
+def test_rows_seen_before_their_prompt_are_kept(log: Log, w: Writer) -> None:
+    make.append_rollout(w, "train-0/0")
+    fold = fold_of(log)
+    assert fold.groups == {}
+    w.append("prompts", make.prompt(0, n=1))
+    w.flush()
+    fold.update()
+    assert len(fold.closed_groups("train")) == 1
+
+
+def test_a_rollout_of_a_version_without_policy_is_hidden_and_issued_again(
+    log: Log, w: Writer
+) -> None:
+    w.append("prompts", make.prompt(0, n=1))
+    make.append_rollout(w, "train-0/0", version=7)
+    fold = fold_of(log)
+    assert fold.closed_groups("train") == []
+    assert [again for _, again in unsettled(fold, "train")] == [[("train-0/0", 1)]]
+    log.control.put("policy", [make.policy(1, 7)])
+    fold.update()
+    assert len(fold.closed_groups("train")) == 1
+
+
+def test_a_pending_outcome_closes_with_its_first_reward(log: Log, w: Writer) -> None:
+    w.append("prompts", make.prompt(0, n=1))
+    row = make.segment()
+    w.append("segments", row)
+    w.append("rollouts", make.rollout(status="pending", digests=[row["digest"]]))
+    w.flush()
+    fold = fold_of(log)
+    assert fold.closed_groups("train") == []
+    w.append("rewards", make.reward())
+    w.flush()
+    fold.update()
+    assert len(fold.closed_groups("train")) == 1
+
+
+def test_the_highest_revision_of_a_reward_wins(log: Log, w: Writer) -> None:
+    w.append("prompts", make.prompt(0, n=1))
+    w.append("rewards", make.reward(value=0.0, revision=1))
+    w.append("rewards", make.reward(value=1.0, revision=0))
+    w.flush()
+    attempt = fold_of(log).groups["train-0"].attempts["train-0/0"][0]
+    assert [value for _, value, _ in attempt.rewards.values()] == [0.0]
+
+
+def test_other_content_under_one_key_is_a_conflict_and_equal_content_is_not(log: Log) -> None:
+    with log.writer() as a, log.writer() as b:
+        a.append("prompts", make.prompt(0, n=2))
+        for w in (a, b):
+            make.append_rollout(w, "train-0/0")
+        make.append_rollout(a, "train-0/1")
+        b.append("segments", make.segment(rollout_id="train-0/1", ids=[9, 9, 9]))
+        b.flush()
+    attempts = fold_of(log).groups["train-0"].attempts
+    assert not attempts["train-0/0"][0].conflict
+    assert attempts["train-0/1"][0].conflict
+
+
+def test_settled_groups_are_forgotten(log: Log, w: Writer) -> None:
+    for k in range(50):
+        w.append("prompts", make.prompt(k, n=1))
+        make.append_rollout(w, f"train-{k}/0")
+        log.control.put("drop", [make.drop_row(f"train-{k}")], {})
+    fold = fold_of(log)
+    assert fold.groups == {} and fold._orphans == {}
+    assert fold.low_water_mark() == 50 and fold.settled["train"].above == set()
+
+
+def test_ordinals_keep_a_low_water_mark_and_exceptions() -> None:
+    case = make.load_case("P35")
+    log_order, given = case["given"]["log"], case["given"]
+    ordinals = Ordinals()
+    for name in given["trained"] + given["dropped_stale"]:
+        ordinals.add(log_order.index(name))
+    assert ordinals.low == case["expected"]["low_water_mark"]
+    left = [name for i, name in enumerate(log_order) if i not in ordinals]
+    assert left == case["expected"]["next_after_resume"]
+
+
+def test_m05_prompts_in_flight_at_a_crash_are_issued_again(log: Log, w: Writer) -> None:
+    case = make.load_case("M05")
+    for k in case["given"]["issued"]:
+        w.append("prompts", make.prompt(k, n=1))
+    w.flush()
+    rows = [make.drop_row(f"train-{k}") for k in case["given"]["settled"]]
+    log.control.put("drop", rows, {})
+    fold = fold_of(log)
+    again = [group.ordinal for group, _ in unsettled(fold, "train")]
+    assert again == case["expected"]["reissued"]
+    assert fold.next_ordinal["train"] == case["expected"]["next_new_ordinal"]
+
+
+@pytest.mark.parametrize("order", [[0, 1, 2, 3], [3, 2, 1, 0], [2, 0, 3, 1]])
+def test_ordinals_in_any_order(order: list[int]) -> None:
+    ordinals = Ordinals()
+    for k in order:
+        ordinals.add(k)
+        assert k in ordinals
+    assert ordinals.low == 4 and not ordinals.above and 4 not in ordinals

@@ -1,0 +1,163 @@
+"""Groups to plans: backpressure, membership, lag, reasons for drops."""
+
+from pathlib import Path
+from typing import Any
+
+import factories as make
+import pytest
+
+from molt.config import Config, load
+from molt.planning import Drop, groups_to_issue, plan_group
+from molt.store import Log, Writer
+from molt.store.fold import COLUMNS, STREAMS, Fold
+
+DEMO = Path(__file__).parents[2] / "molt" / "recipes" / "demo.toml"
+
+
+def config(*overrides: str) -> Config:
+    return load(DEMO, list(overrides))
+
+
+def planned(log: Log, step: int = 1, conf: Config | None = None) -> Any:
+    fold = Fold(log.tail(streams=STREAMS, columns=COLUMNS))
+    fold.update()
+    (group,) = fold.closed_groups("train")
+    return plan_group(fold, group, step, conf or config())
+
+
+@pytest.mark.parametrize(
+    ("max_lag", "planned_steps", "version", "unsettled", "expected"),
+    [
+        (0, 0, 0, 0, 8),  # strictly on-policy: one batch, then nothing until the refit
+        (0, 0, 0, 8, 0),
+        (0, 1, 0, 0, 0),  # step 1 is training, version 0 still samples
+        (0, 1, 1, 0, 8),
+        (1, 0, 0, 0, 16),
+        (1, 1, 0, 8, 0),  # while step 1 trains, one batch more may be in flight
+        (1, 1, 0, 0, 8),
+        (1, 1, 1, 8, 8),
+        (1, 24, 24, 0, 8),  # the last step needs no more than one batch
+        (1, 25, 25, 0, 0),
+    ],
+)
+def test_backpressure(
+    max_lag: int, planned_steps: int, version: int, unsettled: int, expected: int
+) -> None:
+    n = groups_to_issue(
+        planned=planned_steps,
+        version=version,
+        unsettled=unsettled,
+        config=config(f"algo.max_lag={max_lag}"),
+    )
+    assert n == expected
+
+
+def test_a_group_becomes_one_row_per_rollout(log: Log, w: Writer) -> None:
+    w.append("prompts", make.prompt(0, n=2))
+    refs = [make.append_rollout(w, f"train-0/{i}", value=float(i)) for i in range(2)]
+    rows = planned(log)
+    assert [r.advantage for r in rows] == [-0.5, 0.5]
+    assert [r.branches[0].refs[0] for r in rows] == [r[0] for r in refs]
+    assert all(r.in_baseline and r.lag_max == 0 and r.decision == "train" for r in rows)
+    assert all(len(r.reward_refs) == 1 for r in rows)
+
+
+def test_failed_and_unscorable_rollouts_are_not_in_the_baseline(log: Log, w: Writer) -> None:
+    w.append("prompts", make.prompt(0, n=4))
+    make.append_rollout(w, "train-0/0", value=1.0)
+    make.append_rollout(w, "train-0/1", value=0.0)
+    make.append_rollout(w, "train-0/2", value=None)
+    w.append("rollouts", make.rollout("train-0/3", status="failed", reason="agent: boom"))
+    w.flush()
+    rows = planned(log)
+    assert [r.in_baseline for r in rows] == [True, True, False, False]
+    assert [r.advantage for r in rows] == [0.5, -0.5, 0.0, 0.0]
+    assert [r.decision for r in rows] == ["train", "train", "baseline_only", "baseline_only"]
+    assert rows[3].branches == ()
+
+
+def test_p14_a_rollout_without_sampled_tokens_counts_in_its_group(log: Log, w: Writer) -> None:
+    case = make.load_case("P14")
+    given, expected = case["given"], case["expected"]
+    w.append("prompts", make.prompt(0, n=2))
+    for i, completion in enumerate(given["completions"]):
+        ids = given["prompt"] + completion
+        row = make.segment(
+            rollout_id=f"train-0/{i}", ids=ids, sampled=[0, 0] + [1] * len(completion)
+        )
+        w.append("segments", row)
+        w.append("rewards", make.reward(f"train-0/{i}", given["rewards"][i] + i))
+        w.append("rollouts", make.rollout(f"train-0/{i}", digests=[row["digest"]]))
+    w.flush()
+    rows = planned(log)
+    assert sum(r.decision == "train" for r in rows) == expected["training_rows"]
+    assert sum(r.in_baseline for r in rows) == expected["rows_in_group_stats"]
+    assert log.sql("select count(*) from rollouts").fetchall() == [(expected["events_in_log"],)]
+
+
+def test_p18_branches_do_not_weigh_in_the_baseline(log: Log, w: Writer) -> None:
+    case = make.load_case("P18")
+    rollouts, expected = case["given"]["rollouts"], case["expected"]
+    w.append("prompts", make.prompt(0, n=len(rollouts)))
+    for i, r in enumerate(rollouts):
+        rows = [
+            make.segment(rollout_id=f"train-0/{i}", segment=k, ids=[k, i, 7], sampled=[0, 1, 1])
+            for k in range(r["rows"])
+        ]  # several roots: each is a branch of its own
+        for row in rows:
+            w.append("segments", row)
+        w.append("rewards", make.reward(f"train-0/{i}", r["reward"]))
+        w.append("rollouts", make.rollout(f"train-0/{i}", digests=[x["digest"] for x in rows]))
+    w.flush()
+    rows = planned(log)
+    per_row = [row.advantage for row in rows for _ in row.branches]
+    assert per_row == expected["row_advantages"]
+    assert rows[0].reward - rows[0].advantage == expected["baseline"]
+
+
+def test_p15_equal_groups_are_dropped_with_a_reason_when_asked(log: Log, w: Writer) -> None:
+    group = make.load_case("P15")["given"]["groups"][1]
+    w.append("prompts", make.prompt(0, n=len(group)))
+    for i, value in enumerate(group):
+        make.append_rollout(w, f"train-0/{i}", value=value)
+    assert [r.advantage for r in planned(log)] == [0.0, 0.0, 0.0]
+    dropped = planned(log, conf=config("algo.drop_equal=true"))
+    assert dropped == Drop(group_id="train-0", rollout_id=None, reason="equal rewards")
+
+
+def test_a_group_without_any_reward_is_dropped_with_its_commonest_reason(
+    log: Log, w: Writer
+) -> None:
+    w.append("prompts", make.prompt(0, n=1))
+    w.append("rollouts", make.rollout("train-0/0", status="failed", reason="agent: boom"))
+    w.flush()
+    assert planned(log).reason == "no reward: agent: boom"
+
+
+def test_a_group_over_the_lag_limit_is_dropped(log: Log, w: Writer) -> None:
+    w.append("prompts", make.prompt(0, n=1))
+    make.append_rollout(w, "train-0/0")
+    assert planned(log, step=2)[0].lag_max == 1
+    assert planned(log, step=3).reason == "lag"
+
+
+def test_reward_weights_and_turn_rewards(log: Log, w: Writer) -> None:
+    w.append("prompts", make.prompt(0, n=1))
+    w.append("rewards", make.reward(value=1.0, name="format"))
+    w.append("rewards", make.reward(value=3.0, name="turn", segment=0))
+    make.append_rollout(w, "train-0/0", value=2.0)
+    conf = config("reward.weights={format=0.5}")
+    assert planned(log, conf=conf)[0].reward == 2.5
+    conf = config("reward.weights={format=0.5}", "reward.sum_turns=true")
+    assert planned(log, conf=conf)[0].reward == 5.5
+
+
+def test_a_rollout_whose_chain_digest_is_wrong_is_excluded(log: Log, w: Writer) -> None:
+    w.append("prompts", make.prompt(0, n=2))
+    make.append_rollout(w, "train-0/0")
+    row = make.segment(rollout_id="train-0/1")
+    w.append("segments", row)
+    w.append("rewards", make.reward("train-0/1"))
+    w.append("rollouts", make.rollout("train-0/1", digests=[b"y" * 32]))
+    w.flush()
+    assert [r.in_baseline for r in planned(log)] == [True, False]
