@@ -51,12 +51,12 @@ async def save(run: "Run", state_digest: str) -> None:
 
 
 def prune(log: Log, fold: Fold, keep: int) -> None:
-    """Delete all but the newest `keep` checkpoints of this lineage; the marker goes first."""
+    """Delete all but the newest `keep` checkpoints of this lineage, each out of sight at once."""
     known = [log.path / row["path"] for row in fold.checkpoints]
     complete = [folder for folder in known if (folder / MARKER).exists()]
     for folder in complete[:-keep]:
-        (folder / MARKER).unlink()
-        fsync_dir(folder)
-        shutil.rmtree(folder)
-
-
+        gone = folder.with_name(f".retired-{folder.name}")
+        folder.rename(gone)
+        fsync_dir(gone.parent)
+    for left_over in (log.path / "checkpoints").glob(".retired-*"):
+        shutil.rmtree(left_over)

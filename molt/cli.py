@@ -97,7 +97,9 @@ def parser() -> argparse.ArgumentParser:
     )
     c.add_argument("log", nargs="+", help="one or more logs, then the query")
     c.add_argument("query")
-    c.add_argument("--epoch", default=None, help="lineage of this epoch; 'all' shows abandoned rows")
+    c.add_argument(
+        "--epoch", default=None, help="lineage of this epoch; 'all' shows abandoned rows"
+    )
     add_format(c, ["table", "json", "csv"])
 
     c = command(

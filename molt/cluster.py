@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from molt.config import Config
-from molt.rollout.engine import Engine, EngineSettings
+from molt.rollout.engine import Engine
+from molt.rollout.types import EngineSettings
 from molt.rollout.worker import RayEngine, RolloutWorker
 from molt.schemas.errors import EngineError, MoltError, TrainerError
 from molt.train.settings import ENVIRONMENT, TrainerSettings
@@ -95,10 +96,7 @@ class Cluster:
             seed=self.config.run.seed,
             **{
                 name: getattr(c, name)
-                for name in (
-                    "dtype lr betas eps weight_decay grad_clip microbatch_tokens threads tp_size "
-                    "ep_size cp_size activation_checkpointing cpu_offload"
-                ).split()
+                for name in ["dtype", "lr", "betas", "eps", "weight_decay", "grad_clip", "microbatch_tokens", "threads", "tp_size", "ep_size", "cp_size", "activation_checkpointing", "cpu_offload"]
             },
         )
         address = f"tcp://127.0.0.1:{free_port()}"
@@ -118,12 +116,8 @@ class Cluster:
         import ray
 
         for i in range(self.config.agent.workers):
-            engine = RayEngine(
-                "engine-0", self.engines[i % len(self.engines)], self.epoch
-            )
-            actor = ray.remote(RolloutWorker).options(
-                num_cpus=0, max_concurrency=REQUESTS_AT_ONCE
-            )
+            engine = RayEngine("engine-0", self.engines[i % len(self.engines)], self.epoch)
+            actor = ray.remote(RolloutWorker).options(num_cpus=0, max_concurrency=REQUESTS_AT_ONCE)
             self.workers.append(
                 actor.remote(
                     str(self.log_path),

@@ -79,7 +79,7 @@ class TrainConfig:
     eps: float = 1e-8
     weight_decay: float = 0.0
     grad_clip: float = 1.0
-    microbatch_tokens: int = 512
+    microbatch_tokens: int = 1024
     """Packed tokens per forward."""
     world_size: int = 1
     tp_size: int = 1

@@ -13,7 +13,6 @@ issued again (invariants I4 and I5).
 import asyncio
 import json
 import signal
-import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
@@ -32,9 +31,9 @@ from molt.schemas.records import PlanRow, PromptRow
 from molt.schemas.text import canonical_json
 from molt.screen import Screen
 from molt.store import Log
-from molt.store.fold import Fold, Group, unsettled
 from molt.store.fold import COLUMNS as FOLD_COLUMNS
 from molt.store.fold import STREAMS as FOLD_STREAMS
+from molt.store.fold import Fold, Group, unsettled
 
 
 async def train(config: Config, screen: Screen, *, accept_changes: bool = False) -> Log:
@@ -167,7 +166,9 @@ class Run:
             )
             for k, prompt in prompts
         ]
-        self._append_and_dispatch(rows, [[(f"{r.group_id}/{i}", 0) for i in range(n)] for r in rows])
+        self._append_and_dispatch(
+            rows, [[(f"{r.group_id}/{i}", 0) for i in range(n)] for r in rows]
+        )
 
     def issue_again(self, purpose: str) -> None:
         """Issue what earlier epochs left unfinished: new attempts of the missing rollouts (I5)."""
@@ -314,7 +315,12 @@ class Run:
             ],
         )
         self.fold.update()
-        self.screen.step(step, self.config.run.steps, metrics, outcome.n_tokens / max(sum(metrics["seconds"].values()), 1e-9))
+        self.screen.step(
+            step,
+            self.config.run.steps,
+            metrics,
+            outcome.n_tokens / max(sum(metrics["seconds"].values()), 1e-9),
+        )
 
     async def publish(self) -> None:
         """Refit the engines to the weights of the last step, record them, and go on sampling."""

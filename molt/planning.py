@@ -62,14 +62,14 @@ def oldest_version(fold: Fold, group: Group, default: int) -> int:
     return min((v.version for a in finished for v in a.versions()), default=default)
 
 
-def plan_group(
-    fold: Fold, group: Group, step: int, config: Config
-) -> list[PlanRow] | Drop:
+def plan_group(fold: Fold, group: Group, step: int, config: Config) -> list[PlanRow] | Drop:
     """The plan rows of a closed group, or the one drop that settles it."""
     attempts = [a for r in group.rollout_ids() if (a := fold.finished(group, r)) is not None]
     assert len(attempts) == group.n, f"{group.group_id} is not closed"
     scored = [reward_of(a, config.reward) for a in attempts]
-    rewards = [None if _excluded(a) else reward for a, (reward, _) in zip(attempts, scored, strict=True)]
+    rewards = [
+        None if _excluded(a) else reward for a, (reward, _) in zip(attempts, scored, strict=True)
+    ]
     reason = _drop_reason(attempts, rewards, step, config.algo)
     if reason:
         return Drop(group_id=group.group_id, rollout_id=None, reason=reason)

@@ -161,10 +161,7 @@ class Publisher:
         """Score the probe on both sides; the largest gap over all engines."""
         scores, *engine_scores = await asyncio.gather(
             self._on_trainers("score", self._probe.sequences),
-            *(
-                self.call(e, "score", self.epoch, self._probe.sequences)
-                for e in self.engines
-            ),
+            *(self.call(e, "score", self.epoch, self._probe.sequences) for e in self.engines),
         )
         gaps = [gap(e, scores[0], self._probe.n_context) for e in engine_scores]
         return max(gaps, key=lambda g: g.mean_gap)

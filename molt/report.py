@@ -38,9 +38,7 @@ class Report:
     learned: bool
 
 
-def bootstrap(
-    before: np.ndarray, after: np.ndarray, seed: int = 0
-) -> tuple[float, float, float]:
+def bootstrap(before: np.ndarray, after: np.ndarray, seed: int = 0) -> tuple[float, float, float]:
     """(mean, 2.5 %, 97.5 %) of after - before, resampling prompts; paired where ids agree."""
     rng = np.random.default_rng(seed)
     difference = after.astype(float) - before.astype(float)
@@ -128,7 +126,7 @@ def print_table(log: Log, found: Report, console: Console) -> None:
 
 def steps(log: Log) -> list[dict[str, Any]]:
     """Per step: reward, lag, loss, grad_norm, mean gaps at lag 0 and 1, n_tokens, seconds."""
-    names = "step reward lag loss grad_norm gap gap_lag0 n_tokens seconds".split()
+    names = ["step", "reward", "lag", "loss", "grad_norm", "gap", "gap_lag0", "n_tokens", "seconds"]
     rows = log.sql(
         """
         select step, (metrics->>'$.reward')::double, (metrics->>'$.lag_max')::double, loss,

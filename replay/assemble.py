@@ -14,7 +14,7 @@ import numpy.typing as npt
 from molt.schemas.check import Parent, check_segment
 from molt.schemas.errors import LogCorrupt
 from molt.schemas.records import Ref
-from molt.store.branches import Branch, branches
+from molt.store.branches import Branch, branches, token_lags
 from molt.store.control import Record
 from molt.store.log import Log
 
@@ -65,7 +65,7 @@ def assemble(log: Log, plan: Record) -> list[TrainSequence]:
         segments = _segments_of(log, row)
         for segment in segments.values():
             kinds.setdefault(segment.row["logprobs_kind"], _name(segment.row))
-        for branch in branches(segments):
+        for branch in branches(segments, {b["tip"] for b in row["branches"]}):
             out.append(_sequence(row, segments, branch, step, limit))
     if len(kinds) > 1:
         raise LogCorrupt(
@@ -90,9 +90,7 @@ def _segments_of(log: Log, plan_row: Mapping[str, Any]) -> dict[int, _Row]:
             raise LogCorrupt(f"the plan's row of {plan_row['rollout_id']} holds {_name(r)}")
         check_segment(r, parents[r["parent"]] if r["parent"] is not None else None)
         n_own = len(r["token_ids"])
-        parents[r["segment"]] = Parent(
-            digest=r["digest"], n_chain=r["keep"] + n_own, n_own=n_own
-        )
+        parents[r["segment"]] = Parent(digest=r["digest"], n_chain=r["keep"] + n_own, n_own=n_own)
     return {
         r["segment"]: _Row(parent=r["parent"], keep=r["keep"], n_tokens=len(r["token_ids"]), row=r)
         for r in rows
@@ -132,15 +130,6 @@ def _sequence(
         advantage=plan_row["advantage"],
         temperature=_temperature(segments, branch),
     )
-
-
-def token_lags(row: Mapping[str, Any], step: int) -> npt.NDArray[np.int64]:
-    """[T] lag of each sampled token of a segment at `step`; 0 where not sampled."""
-    lag = np.zeros(len(row["token_ids"]), np.int64)
-    versions = [np.full(run["n"], run["version"], np.int64) for run in row["version_runs"]]
-    if versions:
-        lag[row["sampled"] == 1] = (step - 1) - np.concatenate(versions)
-    return lag
 
 
 def _temperature(segments: Mapping[int, _Row], branch: Branch) -> float:

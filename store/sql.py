@@ -175,7 +175,10 @@ def run_sql(
         return names, [[json_able(v) for v in row] for row in con.fetchall()] if names else []
     except duckdb.Error as error:
         known = ", ".join(sorted([*_views([Snapshot(log) for log in logs]), "groups"]))
-        raise ConfigError(f"the query failed: {error}\nViews: {known}") from None
+        raise ConfigError(
+            f"the query failed: {error}\nViews: {known}\n"
+            'The column at is a keyword of DuckDB; write "at"'
+        ) from None
     finally:
         con.close()
 

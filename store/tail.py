@@ -59,7 +59,17 @@ class Tail:
             cursor = self._cursors.setdefault(writer, _Cursor())
             if not cursor.done:
                 self._poll_writer(writer, cursor, commits)
-        return records, commits
+        return records, self._still_visible(commits)
+
+    def _still_visible(self, commits: list[Commit]) -> list[Commit]:
+        """Without what an epoch that opened during this poll did not list; it is hidden for ever."""
+        numbers = [n for n in control_numbers(self.log) if n >= self.next_n]
+        opened = [r for n in numbers if (r := read_record(self.log, n)).kind == "epoch"]
+        if not opened:
+            return commits
+        lineage = lineage_of([*self._epochs, *opened])
+        limits = {c.writer: lineage.last_seq(c.writer) for c in commits}
+        return [c for c in commits if (last := limits[c.writer]) is None or c.seq <= last]
 
     def _poll_control(self) -> list[Record]:
         numbers = [n for n in control_numbers(self.log) if n >= self.next_n]

@@ -6,8 +6,13 @@ from pathlib import Path
 
 import factories as make
 import pytest
+from hypothesis import settings
 
 from molt.store import Log, Writer
+
+# A shared machine has no steady clock: examples are limited by number, not by time.
+settings.register_profile("molt", deadline=None, print_blob=True)
+settings.load_profile("molt")
 
 
 @pytest.fixture

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from molt.schemas.check import ROOT_DIGEST, chain_digest, segment_digest
+from molt.schemas.records import Ref
 from molt.store import Log, Writer
 from molt.store.control import Record
 
@@ -68,7 +69,7 @@ def segment(
         "version_runs": [{"epoch": e, "version": v, "n": n} for e, v, n in runs],
         "finish_reason": "stop",
         "stop_token": None,
-        "sampling": SAMPLING,
+        "sampling": dict(SAMPLING),
         "logprobs_kind": "processed",
         "kv": None,
         "policy": "main",
@@ -323,3 +324,7 @@ def flip(path: Path, at: int, mask: int = 1) -> None:
     raw = bytearray(path.read_bytes())
     raw[at % len(raw)] ^= mask
     path.write_bytes(raw)
+
+
+def ref(writer: str, seq: int, row: int) -> Ref:
+    return Ref(writer=writer, seq=seq, row=row)

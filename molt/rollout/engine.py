@@ -14,14 +14,14 @@ import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from molt.rollout import vllm_calls
+from molt.rollout.types import Completion, EngineSettings
 from molt.schemas.errors import (
-    ConfigError,
     EngineError,
     Fenced,
     ModelIdentityError,
@@ -33,47 +33,7 @@ if TYPE_CHECKING:
     from vllm import RequestOutput, SamplingParams
     from vllm.v1.engine.async_llm import AsyncLLM
 
-PROBE_PREFIX = "probe-"
-"""Ids of the requests that run while the engine is paused; see `molt.rollout.scheduler`."""
-
-ManifestEntry = tuple[str, str, Sequence[int]]
-"""Name, dtype ("float32") and shape of one checkpoint tensor."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineSettings:
-    """What the configuration says about one engine."""
-
-    model: str
-    """Folder of a Hugging Face checkpoint, or a hub id that is already in the cache."""
-    dtype: str = "float32"
-    """Of weights and KV cache; use the trainer's (a mixture hides small updates)."""
-    max_model_len: int = 512
-    """Tokens of prompt and completion together."""
-    max_num_seqs: int = 64
-    kv_cache_gib: float = 1.0
-    seed: int = 0
-    """Of the process; single requests are not reproducible (see `Sampling`)."""
-    weight_transfer: str = "gloo"
-    """"gloo" on CPU, "nccl" on GPUs."""
-    omp_threads: int = 2
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Completion:
-    """What one call of `generate` sampled."""
-
-    token_ids: np.ndarray
-    """int32 [n], every sampled token, the stop token included."""
-    logprobs: np.ndarray
-    """float32 [n], log p of each under the distribution it was drawn from: after temperature,
-    top_p, top_k, min_p. Greedy tokens carry the plain log-softmax (temperature 1)."""
-    version_runs: tuple[tuple[int, int, int], ...]
-    """(epoch, version, number of tokens); the numbers add up to n."""
-    finish_reason: str
-    """"stop", "length" or "abort"."""
-    stop_token: int | None
-    """The token that ended it; None if a string, the length or an abort did."""
+__all__ = ["Completion", "Engine", "EngineSettings", "Sampling"]
 
 
 class Engine:
@@ -102,13 +62,13 @@ class Engine:
         folder without a model, EngineError for everything vLLM itself refuses.
         """
         started = time.perf_counter()
-        _check_model(self._settings.model)
-        _set_environment(self._settings)
+        vllm_calls.check_model(self._settings.model)
+        vllm_calls.set_environment(self._settings)
         import psutil
 
         others = psutil.Process().children(recursive=True)
         with self._mapped("start"):
-            self._llm = _build(self._settings)
+            self._llm = vllm_calls.build(self._settings)
         mine = psutil.Process().children(recursive=True)
         self._children = [c for c in mine if c not in others and not _is_tracker(c)]
         config = self._llm.model_config
@@ -141,11 +101,11 @@ class Engine:
                 f"engine {self._id}, request {request_id}: no weights were published by epoch "
                 f"{epoch} yet; call receive_weights first"
             )
-        if request_id.startswith(PROBE_PREFIX):
+        if request_id.startswith(vllm_calls.PROBE_PREFIX):
             raise RequestRefused(
-                f"request id {request_id!r}: {PROBE_PREFIX!r} is kept for the probe"
+                f"request id {request_id!r}: {vllm_calls.PROBE_PREFIX!r} is kept for the probe"
             )
-        params = _sampling_params(sampling, min(sampling.max_tokens, room))
+        params = vllm_calls.sampling_params(sampling, min(sampling.max_tokens, room))
         self._in_flight.add(request_id)
         try:
             output = await self._final(llm, prompt_ids, params, request_id)
@@ -167,15 +127,18 @@ class Engine:
                 f"engine {self._id}: cannot score {longest} tokens in a window of "
                 f"{self._settings.max_model_len} (one position is needed for the next token)"
             )
-        params = _scoring_params()
+        params = vllm_calls.scoring_params()
         first, self._probes = self._probes, self._probes + len(sequences)
         outputs = await asyncio.gather(
             *(
-                self._final(llm, ids, params, f"{PROBE_PREFIX}{first + i}")
+                self._final(llm, ids, params, f"{vllm_calls.PROBE_PREFIX}{first + i}")
                 for i, ids in enumerate(sequences)
             )
         )
-        return [_prompt_logprobs(ids, out) for ids, out in zip(sequences, outputs, strict=True)]
+        return [
+            vllm_calls.prompt_logprobs(ids, out)
+            for ids, out in zip(sequences, outputs, strict=True)
+        ]
 
     async def pause(self, epoch: int) -> int:
         """Freeze every request where it stands and drop all KV; it is recomputed on resume.
@@ -215,7 +178,7 @@ class Engine:
             await llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info=info))
 
     async def receive_weights(
-        self, epoch: int, manifest: Sequence[ManifestEntry], version: int
+        self, epoch: int, manifest: Sequence[vllm_calls.ManifestEntry], version: int
     ) -> dict[str, Any]:
         """Receive the tensors of `manifest` from the sender and label them `(epoch, version)`.
 
@@ -229,7 +192,7 @@ class Engine:
         started = time.perf_counter()
         self._whole = False
         with self._mapped(f"receive_weights of version {version}"):
-            received = await _transfer(llm, manifest, f"{epoch}.{version}")
+            received = await vllm_calls.transfer(llm, manifest, f"{epoch}.{version}")
         if len({entry["digest"] for entry in received}) != 1:
             raise ModelIdentityError(
                 f"engine {self._id}: its workers received different weights: {received}; send again"
@@ -278,7 +241,7 @@ class Engine:
         return final
 
     def _completion(self, request_id: str, output: "RequestOutput") -> Completion:
-        sampled = output.outputs[0]
+        sampled: Any = output.outputs[0]
         if sampled.finish_reason not in ("stop", "length", "abort"):
             raise EngineError(
                 f"engine {self._id}, request {request_id}: finished with "
@@ -292,7 +255,7 @@ class Engine:
         return Completion(
             token_ids=ids,
             logprobs=np.array(logprobs, np.float32),
-            version_runs=tuple(map(_version_run, sampled.weight_versions or ())),
+            version_runs=tuple(map(vllm_calls.version_run, sampled.weight_versions or ())),
             finish_reason=sampled.finish_reason,
             stop_token=stop_token,
         )
@@ -326,133 +289,6 @@ def _redirect_output(path: str) -> None:
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     os.close(descriptor)
-
-
-def _check_model(model: str) -> None:
-    folder = Path(model).expanduser()
-    if folder.is_dir() and not (folder / "config.json").is_file():
-        raise ConfigError(
-            f"model folder {model}: no config.json in it; point `model` at a folder "
-            "written by save_pretrained, or at a hub id"
-        )
-    if not folder.exists() and (folder.is_absolute() or model.startswith((".", "~"))):
-        raise ConfigError(
-            f"model folder {model} does not exist; set `model` to a checkpoint folder or a hub id"
-        )
-
-
-def _set_environment(settings: EngineSettings) -> None:
-    """What vLLM and OpenMP read at import, here and in the processes started from here.
-
-    Passive waiting lets the trainer use the same cores in turn; spinning costs a third.
-    """
-    os.environ.update(
-        MOLT_ENGINE="1",
-        OMP_NUM_THREADS=str(settings.omp_threads),
-        OMP_WAIT_POLICY="PASSIVE",
-        KMP_BLOCKTIME="0",
-        VLLM_CPU_OMP_THREADS_BIND="nobind",
-        VLLM_NO_USAGE_STATS="1",
-    )
-
-
-def _build(settings: EngineSettings) -> "AsyncLLM":
-    from vllm.config import WeightTransferConfig
-    from vllm.engine.arg_utils import AsyncEngineArgs
-    from vllm.platforms import current_platform
-    from vllm.v1.engine.async_llm import AsyncLLM
-
-    on_cpu = current_platform.is_cpu()
-    scheduler = "ProbeScheduler" if on_cpu else "AsyncProbeScheduler"
-    backend = "molt_nccl" if settings.weight_transfer == "nccl" else settings.weight_transfer
-    arguments = AsyncEngineArgs(
-        model=settings.model,
-        dtype=settings.dtype,
-        max_model_len=settings.max_model_len,
-        max_num_seqs=settings.max_num_seqs,
-        kv_cache_memory_bytes=int(settings.kv_cache_gib * 2**30),
-        seed=settings.seed,
-        logprobs_mode="processed_logprobs",
-        generation_config="vllm",
-        weight_transfer_config=WeightTransferConfig(backend=backend),
-        worker_extension_cls="molt.rollout.weight_transfer.WorkerExtension",
-        scheduler_cls=f"molt.rollout.scheduler.{scheduler}",
-        disable_log_stats=True,
-        # Compiling takes a minute at every start and gains nothing measurable on a CPU; the
-        # smallest block lets the rollouts of a group share their short prompt.
-        **({"enforce_eager": True, "block_size": 32} if on_cpu else {}),
-    )
-    return AsyncLLM.from_engine_args(arguments)
-
-
-def _sampling_params(sampling: Sampling, max_tokens: int) -> "SamplingParams":
-    """Every field that shapes the distribution is set, so no default of a model folder applies."""
-    from vllm import SamplingParams
-    from vllm.sampling_params import RequestOutputKind
-
-    fields = {**asdict(sampling), "stop": list(sampling.stop), "max_tokens": max_tokens}
-    return SamplingParams(
-        **fields,
-        repetition_penalty=1.0,
-        presence_penalty=0.0,
-        frequency_penalty=0.0,
-        logprobs=0,
-        flat_logprobs=True,
-        detokenize=bool(sampling.stop),
-        output_kind=RequestOutputKind.FINAL_ONLY,
-        skip_clone=True,
-    )
-
-
-def _scoring_params() -> "SamplingParams":
-    from vllm import SamplingParams
-    from vllm.sampling_params import RequestOutputKind
-
-    return SamplingParams(
-        temperature=0.0,
-        max_tokens=1,
-        prompt_logprobs=0,
-        flat_logprobs=True,
-        detokenize=False,
-        output_kind=RequestOutputKind.FINAL_ONLY,
-    )
-
-
-def _prompt_logprobs(ids: list[int], output: "RequestOutput") -> np.ndarray:
-    """vLLM reports nothing for the first position and one value for each further one."""
-    flat = output.prompt_logprobs
-    if flat is None or list(flat.token_ids) != list(ids[1:]):
-        raise EngineError(f"the engine scored other tokens than it was given: {output.request_id}")
-    return np.array(flat.logprobs, np.float32)
-
-
-def _version_run(span: Any) -> tuple[int, int, int]:
-    epoch, version = span.version.split(".")
-    return int(epoch), int(version), span.end - span.start
-
-
-async def _transfer(
-    llm: "AsyncLLM", manifest: Sequence[ManifestEntry], label: str
-) -> list[dict[str, Any]]:
-    """vLLM's three calls of a weight update; returns what each worker received."""
-    from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
-
-    info = {
-        "names": [name for name, _, _ in manifest],
-        "dtype_names": [dtype for _, dtype, _ in manifest],
-        "shapes": [list(shape) for _, _, shape in manifest],
-    }
-    await llm.start_weight_update()
-    await llm.update_weights(WeightTransferUpdateRequest(update_info=info))
-    await llm.finish_weight_update(label)
-    # A probe between two updates of one pause leaves KV of the first one behind.
-    if not await llm.reset_prefix_cache():
-        raise EngineError("the prefix cache could not be cleared after the weight update")
-    return await llm.collective_rpc("molt_received")
-
-
-def _began(state: Any) -> bool:
-    return state.detokenizer is not None and state.detokenizer.num_output_tokens() > 0
 
 
 def _is_tracker(process: Any) -> bool:

@@ -14,7 +14,7 @@ from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.request_queue import create_request_queue
 from vllm.v1.core.sched.scheduler import Scheduler
 
-from molt.rollout.engine import PROBE_PREFIX
+from molt.rollout.vllm_calls import PROBE_PREFIX
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -38,14 +38,14 @@ class _Probing(Scheduler):
             return super().get_num_unfinished_requests()
         return sum(map(_is_probe, self.running)) + sum(map(_is_probe, self.waiting))
 
-    def schedule(self, *args: object, **kwargs: object) -> "SchedulerOutput":
+    def schedule(self, throttle_prefills: bool = False) -> "SchedulerOutput":
         """One scheduling step; while paused, of the probes alone.
 
         The frozen requests are taken out of both queues for the duration of vLLM's own
         `schedule()`, so it can neither advance nor preempt them, and put back in their order.
         """
         if self._pause_state != PauseState.PAUSED_ALL:
-            return super().schedule(*args, **kwargs)
+            return super().schedule(throttle_prefills)
         running, waiting = self.running, self.waiting
         self.running = [request for request in running if _is_probe(request)]
         self.waiting = create_request_queue(self.policy)
@@ -53,7 +53,7 @@ class _Probing(Scheduler):
             self.waiting.add_request(request)
         self._pause_state = PauseState.UNPAUSED
         try:
-            return super().schedule(*args, **kwargs)
+            return super().schedule(throttle_prefills)
         finally:
             self._pause_state = PauseState.PAUSED_ALL
             self.running = [r for r in running if not _is_probe(r)] + self.running

@@ -17,28 +17,37 @@ import torch.distributed as dist
 from molt.digests import combine, tensor_digest
 from molt.schemas.errors import ConfigError, EngineError
 
+_c10d: Any = dist  # its classes are re-exported in a way type checkers do not follow
+
 TRANSFER_TIMEOUT = timedelta(seconds=300)
 """How long one side waits for the other: to join the group, and within one broadcast."""
 
 
-def join_gloo(store: dist.Store, host: str, rank: int, world_size: int) -> dist.ProcessGroupGloo:
-    """Join the transfer group, apart from the process's own default group; blocks until all have.
+def open_store(host: str, port: int, world_size: int, *, is_master: bool) -> Any:
+    """The rendezvous of a transfer group; the master with port 0 lets the OS choose one."""
+    return _c10d.TCPStore(
+        host, port, world_size, is_master, timeout=TRANSFER_TIMEOUT, wait_for_workers=False
+    )
+
+
+def join_gloo(store: Any, host: str, rank: int, world_size: int) -> Any:
+    """Join the transfer group, apart from the process's default group; blocks until all have.
 
     On a loopback `host` the traffic stays on loopback, otherwise gloo takes the interface of the
     machine's host name.
     """
-    options = dist.ProcessGroupGloo._Options()
+    options = _c10d.ProcessGroupGloo._Options()
     options._timeout = TRANSFER_TIMEOUT
     loopback = host in ("localhost", "127.0.0.1", "::1")
     options._devices = [
-        dist.ProcessGroupGloo.create_device(hostname=host)
+        _c10d.ProcessGroupGloo.create_device(hostname=host)
         if loopback
-        else dist.ProcessGroupGloo.create_default_device()
+        else _c10d.ProcessGroupGloo.create_default_device()
     ]
-    return dist.ProcessGroupGloo(dist.PrefixStore("molt", store), rank, world_size, options)
+    return _c10d.ProcessGroupGloo(_c10d.PrefixStore("molt", store), rank, world_size, options)
 
 
-def join_nccl(store: dist.Store, _host: str, rank: int, world_size: int) -> Any:
+def join_nccl(store: Any, _host: str, rank: int, world_size: int) -> Any:
     """A PyNcclCommunicator on the current GPU over the same rendezvous store."""
     from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
     from vllm.distributed.utils import StatelessProcessGroup
@@ -71,9 +80,7 @@ class WeightSender:
             raise ConfigError(f"weight transfer needs a world size of 2 or more, got {world_size}")
         self._backend, self._world_size, self._host = backend, world_size, host
         self._group: Any = None
-        self._store = dist.TCPStore(
-            host, 0, world_size, is_master=True, wait_for_workers=False, timeout=TRANSFER_TIMEOUT
-        )
+        self._store = open_store(host, 0, world_size, is_master=True)
 
     @property
     def address(self) -> tuple[str, int]:
@@ -122,7 +129,7 @@ class WeightSender:
 
 def broadcast(group: Any, tensor: torch.Tensor) -> None:
     """Send (rank 0) or receive one contiguous tensor and wait until it is complete."""
-    if isinstance(group, dist.ProcessGroupGloo):
+    if isinstance(group, _c10d.ProcessGroupGloo):
         group.broadcast(tensor, 0).wait()
     else:
         group.broadcast(tensor, src=0, stream=torch.cuda.current_stream())

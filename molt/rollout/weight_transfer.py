@@ -15,12 +15,11 @@ import multiprocessing
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
@@ -36,7 +35,7 @@ from vllm.model_executor.model_loader.reload import (
 )
 
 from molt.digests import combine, tensor_digest
-from molt.rollout.sender import TRANSFER_TIMEOUT, broadcast, join_gloo, join_nccl
+from molt.rollout.sender import broadcast, join_gloo, join_nccl, open_store
 
 _ORPHAN_POLL_S = 0.5
 _ORPHAN_WATCH = "molt-orphan-watch"
@@ -69,16 +68,15 @@ class HashingEngine(WeightTransferEngine[TransferInit, TransferUpdate]):
     received: dict[str, Any] | None = None
     """Digest and bytes of the last complete update; None before it and after a broken one."""
     _group: Any = None
-    _join: ClassVar[Callable[[dist.Store, str, int, int], Any]]
+    _join: Any  # join_gloo or join_nccl
 
     def init_transfer_engine(self, init_info: TransferInit) -> None:
         """Join the sender's group; a second call replaces a group that broke."""
         self.shutdown()
-        store = dist.TCPStore(
-            init_info.host, init_info.port, init_info.world_size, timeout=TRANSFER_TIMEOUT
-        )
+        host, world_size = init_info.host, init_info.world_size
+        store = open_store(host, init_info.port, world_size, is_master=False)
         rank = init_info.rank_offset + self.parallel_config.rank
-        self._group = self._join(store, init_info.host, rank, init_info.world_size)
+        self._group = self._join(store, host, rank, world_size)
 
     def start_weight_update(self) -> None:
         """Put the layers back into the shape that checkpoint tensors load into."""
@@ -106,11 +104,12 @@ class HashingEngine(WeightTransferEngine[TransferInit, TransferUpdate]):
         """Broadcast, hash and load, one tensor at a time; memory stays within one layer."""
         if self._group is None:
             raise RuntimeError("weight transfer: the group was not formed (init_transfer)")
+        model: Any = self.model
         digests, total = [], 0
         for name, tensor in self._stream(update_info):
             digests.append(tensor_digest(name, tensor))
             total += tensor.nbytes
-            self.model.load_weights([(name, tensor)])
+            model.load_weights([(name, tensor)])
         self.received = {"digest": combine(digests), "bytes": total}
 
     def _stream(self, info: TransferUpdate) -> Iterator[tuple[str, torch.Tensor]]:
@@ -121,13 +120,14 @@ class HashingEngine(WeightTransferEngine[TransferInit, TransferUpdate]):
 
     def finish_weight_update(self) -> None:
         """Pack what vLLM packs, then what it forgets."""
-        finalize_layerwise_reload(self.model, self.model_config)
+        finalize: Any = finalize_layerwise_reload  # untyped
+        finalize(self.model, self.model_config)
         for method, kernel in self._moe_kernels:
             if method.moe_kernel is None:  # no expert of this layer was in the update
                 method.moe_kernel = kernel
         if self.device.type == "cpu" and os.environ.get("MOLT_FAULT") != "stale_tied_head":
             for module in self.model.modules():
-                if isinstance(module, ParallelLMHead) and not module.weight.is_meta:
+                if isinstance(module, ParallelLMHead):
                     module.quant_method.process_weights_after_loading(module)
 
     def shutdown(self) -> None:

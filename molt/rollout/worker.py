@@ -19,7 +19,7 @@ import numpy as np
 from molt.agents.env import Env, Messages, Reply, Turn, resolve
 from molt.config import Config
 from molt.process import redirect_output
-from molt.rollout.engine import Completion
+from molt.rollout.types import Completion
 from molt.schemas.check import chain_digest, segment_digest
 from molt.schemas.errors import ConfigError, EngineError, Fenced, RequestRefused, SegmentRejected
 from molt.schemas.records import (
@@ -165,15 +165,13 @@ def render(tokenizer: Any, messages: Messages) -> list[int]:
     return ids
 
 
-async def encode_prompt(config: Config, tokenizer_folder: str, prompt: dict[str, Any]) -> list[int]:
+async def encode_prompt(config: Config, tokenizer: Any, prompt: dict[str, Any]) -> list[int]:
     """The ids with which a rollout of `prompt` opens; ConfigError if the agent fails on it."""
-    from transformers import AutoTokenizer
-
     env_class = resolve(config.agent.env, "agent.env")
     try:
         env = await _agent_call("agent.env", env_class)
         messages = await _agent_call("reset", env.reset, prompt)
-        return render(AutoTokenizer.from_pretrained(tokenizer_folder), messages)
+        return render(tokenizer, messages)
     except RolloutFailed as error:
         raise ConfigError(f"{config.agent.env} cannot open prompt {prompt}: {error}") from error
 

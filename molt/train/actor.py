@@ -30,13 +30,19 @@ class TrainerActor(Trainer):
         super().__init__(settings, rank, world_size, init_method, output)
         self.log = Log.open(log_path)
         self.sender: WeightSender | None = None
+        self._share = (0, 1)
+
+    def start(self) -> dict[str, Any]:
+        info = super().start()
+        self._share = (info["dp_rank"], info["dp_size"])
+        return info
 
     def execute_plan(self, number: int) -> StepResult:
         """Execute the plan of control record `number`: one step."""
         plan = read_record(self.log.path, number)
         sequences: list[TrainSequence] | Exception
         try:
-            sequences = share(assemble(self.log, plan), self.rank, self.world_size)
+            sequences = share(assemble(self.log, plan), *self._share)
         except (MoltError, OSError) as error:
             sequences = error  # all ranks must learn of it before any of them starts the forward
         return self.execute(plan.header["step"], sequences)
@@ -67,8 +73,11 @@ class TrainerActor(Trainer):
         super().close()
 
 
-def share(sequences: Sequence[TrainSequence], rank: int, world_size: int) -> list[TrainSequence]:
-    """This rank's sequences: whole groups round-robin, so that shared prompts stay together."""
+def share(sequences: Sequence[TrainSequence], rank: int, n: int) -> list[TrainSequence]:
+    """What data-parallel rank `rank` of `n` trains: whole groups, so shared prompts stay together.
+
+    Ranks that only differ in tensor or context parallelism get the same sequences.
+    """
     groups = sorted({s.group_id for s in sequences}, key=lambda g: (len(g), g))
-    mine = {g for i, g in enumerate(groups) if i % world_size == rank}
+    mine = {g for i, g in enumerate(groups) if i % n == rank}
     return [s for s in sequences if s.group_id in mine]

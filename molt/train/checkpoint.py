@@ -11,8 +11,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from molt.schemas.errors import TrainerError
 
@@ -23,8 +25,8 @@ def save(folder: Path, state: Mapping[str, Any]) -> list[tuple[str, int]]:
     Returns (file relative to `folder`, bytes) of all files, the same on every rank.
     """
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    writer = dcp.FileSystemWriter(folder, single_file_per_rank=True, sync_files=True)
-    dcp.save(dict(state), storage_writer=writer)
+    writer = FileSystemWriter(folder, single_file_per_rank=True, sync_files=True)
+    dcp_save(dict(state), storage_writer=writer)
     files = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != "COMPLETE")
     for path in [*files, folder, folder.parent]:
         _fsync(path)
@@ -41,7 +43,7 @@ def load(folder: Path, state: Mapping[str, Any]) -> None:
     if not (folder / ".metadata").is_file():
         raise TrainerError(f"checkpoint {folder} has no .metadata; start from an older checkpoint")
     try:
-        dcp.load(dict(state), storage_reader=dcp.FileSystemReader(folder))
+        dcp_load(dict(state), storage_reader=FileSystemReader(folder))
     except (OSError, RuntimeError, ValueError, KeyError, CheckpointException) as error:
         reason = str(error).strip().splitlines()[-1]
         raise TrainerError(

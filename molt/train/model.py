@@ -128,7 +128,9 @@ class ShardedModel:
             logits_RV = logits_RV / temperature_R[:, None]
         logits_N = torch.from_numpy(row.logits_N).to(self.device)
         target_ids_N = torch.from_numpy(row.target_ids_N).to(self.device)
-        return logits_RV[logits_N, target_ids_N] - logits_RV.logsumexp(-1)[logits_N]
+        logprobs_N: torch.Tensor = logits_RV[logits_N, target_ids_N]
+        logprobs_N = logprobs_N - logits_RV.logsumexp(-1)[logits_N]
+        return logprobs_N
 
     def export(self) -> Iterator[tuple[str, torch.Tensor]]:
         """(checkpoint name, full tensor in the compute dtype), tied tensors once. Collective."""

@@ -329,7 +329,7 @@ class Trainer:
         # FSDP2 averages over the data-parallel ranks; the normaliser already spans all of them.
         loss = loss_N.sum() * (self.model.dp_size / n_global)
         forward_done = time.perf_counter()
-        loss.backward()
+        torch.autograd.backward(loss)
         tally.seconds["forward"] += forward_done - started
         tally.seconds["backward"] += time.perf_counter() - forward_done
         tally.packed_tokens += len(row.input_ids_T)

@@ -84,6 +84,12 @@ def reference_logprobs(model: LlamaForCausalLM, ids: list[int]) -> np.ndarray:
     return logprobs_BTV[0, :-1].gather(1, torch.tensor(ids[1:])[:, None])[:, 0].numpy()
 
 
+def next_logprobs(model: LlamaForCausalLM, ids: list[int]) -> np.ndarray:
+    """log p(token | ids) of every token of the vocabulary: float64 [V]."""
+    with torch.no_grad():
+        return model(torch.tensor([ids])).logits[0, -1].double().log_softmax(-1).numpy()
+
+
 def perturb(model: LlamaForCausalLM, seed: int, scale: float = 0.05) -> None:
     """Multiply every weight by 1 + scale x noise, in place."""
     generator = torch.Generator().manual_seed(seed)

@@ -6,9 +6,10 @@ import factories as make
 import numpy as np
 import pytest
 
-from molt.replay.assemble import assemble, token_lags
+from molt.replay.assemble import assemble
 from molt.schemas.errors import LogCorrupt, SegmentRejected
 from molt.store import Log, Writer
+from molt.store.branches import token_lags
 
 
 def plan_of(log: Log, rows: list[dict[str, Any]], step: int = 1, **header: Any) -> Any:

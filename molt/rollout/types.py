@@ -1,0 +1,44 @@
+"""What goes into the engine and comes out of it: plain records that cross process borders.
+
+Free of vLLM and torch, so that the driver and the rollout workers can import them cheaply.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineSettings:
+    """What the configuration says about one engine."""
+
+    model: str
+    """Folder of a Hugging Face checkpoint, or a hub id that is already in the cache."""
+    dtype: str = "float32"
+    """Of weights and KV cache; use the trainer's (a mixture hides small updates)."""
+    max_model_len: int = 512
+    """Tokens of prompt and completion together."""
+    max_num_seqs: int = 64
+    kv_cache_gib: float = 1.0
+    seed: int = 0
+    """Of the process; single requests are not reproducible (see `Sampling`)."""
+    weight_transfer: str = "gloo"
+    """"gloo" on CPU, "nccl" on GPUs."""
+    omp_threads: int = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Completion:
+    """What one call of `generate` sampled."""
+
+    token_ids: np.ndarray
+    """int32 [n], every sampled token, the stop token included."""
+    logprobs: np.ndarray
+    """float32 [n], log p of each under the distribution it was drawn from: after temperature,
+    top_p, top_k, min_p. Greedy tokens carry the plain log-softmax (temperature 1)."""
+    version_runs: tuple[tuple[int, int, int], ...]
+    """(epoch, version, number of tokens); the numbers add up to n."""
+    finish_reason: str
+    """"stop", "length" or "abort"."""
+    stop_token: int | None
+    """The token that ended it; None if a string, the length or an abort did."""

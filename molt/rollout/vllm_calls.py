@@ -1,0 +1,158 @@
+"""How vLLM is called: its arguments, its sampling parameters, its weight update.
+
+Everything that depends on vLLM's version stands here and in its two plug-ins, `scheduler` and
+`weight_transfer`; `engine` decides when it is called. vLLM is imported inside the functions, after
+`set_environment`.
+"""
+
+import os
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from molt.rollout.types import EngineSettings
+from molt.schemas.errors import ConfigError, EngineError
+from molt.schemas.records import Sampling
+
+if TYPE_CHECKING:
+    from vllm import SamplingParams
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+PROBE_PREFIX = "probe-"
+"""Ids of the requests that run while the engine is paused; see `molt.rollout.scheduler`."""
+
+ManifestEntry = tuple[str, str, Sequence[int]]
+"""Name, dtype ("float32") and shape of one checkpoint tensor."""
+
+
+def check_model(model: str) -> None:
+    """Refuse a folder that is none or holds no checkpoint, before vLLM's long start."""
+    folder = Path(model).expanduser()
+    if folder.is_dir() and not (folder / "config.json").is_file():
+        raise ConfigError(
+            f"model folder {model}: no config.json in it; point `model` at a folder "
+            "written by save_pretrained, or at a hub id"
+        )
+    if not folder.exists() and (folder.is_absolute() or model.startswith((".", "~"))):
+        raise ConfigError(
+            f"model folder {model} does not exist; set `model` to a checkpoint folder or a hub id"
+        )
+
+
+def set_environment(settings: EngineSettings) -> None:
+    """What vLLM and OpenMP read at import, here and in the processes started from here.
+
+    Passive waiting lets the trainer use the same cores in turn; spinning costs a third.
+    """
+    os.environ.update(
+        MOLT_ENGINE="1",
+        OMP_NUM_THREADS=str(settings.omp_threads),
+        OMP_WAIT_POLICY="PASSIVE",
+        KMP_BLOCKTIME="0",
+        VLLM_CPU_OMP_THREADS_BIND="nobind",
+        VLLM_NO_USAGE_STATS="1",
+    )
+
+
+def build(settings: EngineSettings) -> "AsyncLLM":
+    """Start vLLM's processes; must be called on the event loop that will use the engine."""
+    from vllm.config import WeightTransferConfig
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.platforms import current_platform
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    on_cpu = current_platform.is_cpu()
+    # On a CPU compiling takes a minute at every start and was not faster at this block size, the
+    # smallest one, which lets the rollouts of a group share their short prompt.
+    platform: dict[str, Any] = {"enforce_eager": True, "block_size": 32} if on_cpu else {}
+    scheduler = "ProbeScheduler" if on_cpu else "AsyncProbeScheduler"
+    dtype: Any = settings.dtype
+    backend = "molt_nccl" if settings.weight_transfer == "nccl" else settings.weight_transfer
+    arguments = AsyncEngineArgs(
+        model=settings.model,
+        dtype=dtype,
+        max_model_len=settings.max_model_len,
+        max_num_seqs=settings.max_num_seqs,
+        kv_cache_memory_bytes=int(settings.kv_cache_gib * 2**30),
+        seed=settings.seed,
+        logprobs_mode="processed_logprobs",
+        generation_config="vllm",
+        weight_transfer_config=WeightTransferConfig(backend=backend),
+        worker_extension_cls="molt.rollout.weight_transfer.WorkerExtension",
+        scheduler_cls=f"molt.rollout.scheduler.{scheduler}",
+        disable_log_stats=True,
+        **platform,
+    )
+    return AsyncLLM.from_engine_args(arguments)
+
+
+def sampling_params(sampling: Sampling, max_tokens: int) -> "SamplingParams":
+    """Every field that shapes the distribution is set, so no default of a model folder applies."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    fields = {**asdict(sampling), "stop": list(sampling.stop), "max_tokens": max_tokens}
+    return SamplingParams(
+        **fields,
+        repetition_penalty=1.0,
+        presence_penalty=0.0,
+        frequency_penalty=0.0,
+        logprobs=0,
+        flat_logprobs=True,
+        detokenize=bool(sampling.stop),
+        output_kind=RequestOutputKind.FINAL_ONLY,
+        skip_clone=True,
+    )
+
+
+def scoring_params() -> "SamplingParams":
+    """One greedy token, whose only purpose is the log-probabilities of the prompt."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    return SamplingParams(
+        temperature=0.0,
+        max_tokens=1,
+        prompt_logprobs=0,
+        flat_logprobs=True,
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+
+
+def prompt_logprobs(ids: list[int], output: Any) -> np.ndarray:
+    """float32 [len - 1]: vLLM reports nothing for the first position, one value for each other."""
+    flat = output.prompt_logprobs
+    if flat is None or list(flat.token_ids) != list(ids[1:]):
+        raise EngineError(f"the engine scored other tokens than it was given: {output.request_id}")
+    return np.array(flat.logprobs, np.float32)
+
+
+def version_run(span: Any) -> tuple[int, int, int]:
+    """A vLLM WeightVersionSpan labelled "<epoch>.<version>" as (epoch, version, tokens)."""
+    epoch, version = span.version.split(".")
+    return int(epoch), int(version), span.end - span.start
+
+
+async def transfer(
+    llm: "AsyncLLM", manifest: Sequence[ManifestEntry], label: str
+) -> list[dict[str, Any]]:
+    """vLLM's three calls of a weight update; returns what each worker received."""
+    from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+
+    info = {
+        "names": [name for name, _, _ in manifest],
+        "dtype_names": [dtype for _, dtype, _ in manifest],
+        "shapes": [list(shape) for _, _, shape in manifest],
+    }
+    await llm.start_weight_update()
+    await llm.update_weights(WeightTransferUpdateRequest(update_info=info))
+    await llm.finish_weight_update(label)
+    # A probe between two updates of one pause leaves KV of the first one behind.
+    if not await llm.reset_prefix_cache():
+        raise EngineError("the prefix cache could not be cleared after the weight update")
+    received: list[dict[str, Any]] = await llm.collective_rpc("molt_received")
+    return received
