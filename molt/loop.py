@@ -48,6 +48,7 @@ async def train(config: Config, screen: Screen, *, accept_changes: bool = False)
         while run.step < config.run.steps:
             plan = await run.plan()
             if plan is None:
+                await run.checkpoint()
                 break
             await run.train(plan)
             await run.publish()
@@ -290,10 +291,14 @@ class Run:
         outcome = await self.cluster.execute(plan)
         self.record_step(step, self.log.records(plan)[0].rows, outcome)
         self.step = step
-        last = step == self.config.run.steps or self.stopping
-        if last or step % self.config.checkpoint.every == 0:
+        if step == self.config.run.steps or step % self.config.checkpoint.every == 0:
+            await self.checkpoint()
+
+    async def checkpoint(self) -> None:
+        """Save the state after the last step, unless that is done or there is none."""
+        if self.step and not any(row["step"] == self.step for row in self.fold.checkpoints):
             self.clock.start("checkpoint")
-            await checkpoints.save(self, outcome.state_digest)
+            await checkpoints.save(self, self.fold.digests[self.step])
 
     def record_step(self, step: int, rows: Sequence[dict[str, Any]], outcome: Any) -> None:
         metrics = {**plan_metrics(rows), **outcome.metrics, "seconds": self.clock.lap()}

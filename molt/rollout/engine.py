@@ -148,9 +148,16 @@ class Engine:
         llm = await self._admit(epoch)
         with self._mapped("pause"):
             await llm.pause_generation(mode="keep", clear_cache=True)
-            counts = await llm.collective_rpc("molt_kv_tokens")
         self._paused = True
-        return max(counts) if self._in_flight else 0
+        return self.tokens_in_flight()
+
+    def tokens_in_flight(self) -> int:
+        """Prompt and sampled tokens of the sequences that have begun to sample."""
+        if self._llm is None:
+            return 0
+        states = self._llm.output_processor.request_states.values()
+        begun = [s for s in states if not s.is_prefilling and s.detokenizer is not None]
+        return sum(s.prompt_len + s.detokenizer.num_output_tokens() for s in begun)
 
     async def resume(self, epoch: int) -> None:
         """Let the frozen requests go on, under the weights received since.

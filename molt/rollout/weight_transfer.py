@@ -151,12 +151,6 @@ class WorkerExtension:
     """Mixed into every vLLM worker; its methods are reached through `collective_rpc`."""
 
     weight_transfer_engine: HashingEngine
-    model_runner: Any
-
-    def molt_kv_tokens(self) -> int:
-        """Tokens of the running sequences that hold KV in this worker."""
-        batch = self.model_runner.input_batch
-        return int(batch.num_computed_tokens_cpu[: batch.num_reqs].sum())
 
     def molt_received(self) -> dict[str, Any] | None:
         """`HashingEngine.received` of this worker."""
