@@ -96,7 +96,21 @@ class Cluster:
             seed=self.config.run.seed,
             **{
                 name: getattr(c, name)
-                for name in ["dtype", "lr", "betas", "eps", "weight_decay", "grad_clip", "microbatch_tokens", "threads", "tp_size", "ep_size", "cp_size", "activation_checkpointing", "cpu_offload"]
+                for name in [
+                    "dtype",
+                    "lr",
+                    "betas",
+                    "eps",
+                    "weight_decay",
+                    "grad_clip",
+                    "microbatch_tokens",
+                    "threads",
+                    "tp_size",
+                    "ep_size",
+                    "cp_size",
+                    "activation_checkpointing",
+                    "cpu_offload",
+                ]
             },
         )
         address = f"tcp://127.0.0.1:{free_port()}"

@@ -99,9 +99,10 @@ class Run:
         )
         await self.recover()
         await startup.prove_engine(self, self.screen)
-        self.record_policy(await self.publisher.refit(self.step))
-        await self.publisher.resume()
-        await self.cluster.start_workers()
+        with self.screen.phase("publishing the first weights, starting rollout workers"):
+            self.record_policy(await self.publisher.refit(self.step))
+            await self.publisher.resume()
+            await self.cluster.start_workers()
         self.issue_again("eval")
         self.issue_again("train")
 
@@ -233,7 +234,7 @@ class Run:
     async def plan(self) -> int | None:
         """Wait for enough closed groups and write their plan; its record number, None to stop."""
         step = self.step + 1
-        self.clock.start("generation")
+        self._phase("generation", f"step {step}: waiting for rollouts")
         while not self.stopping:
             self.issue()
             chosen = self.choose(step)
@@ -286,8 +287,8 @@ class Run:
 
     async def train(self, plan: int) -> None:
         """Execute a durable plan, record the step, and checkpoint when it is due."""
-        self.clock.start("training")
         step = self.step + 1
+        self._phase("training", f"step {step}: training, rollouts go on")
         outcome = await self.cluster.execute(plan)
         self.record_step(step, self.log.records(plan)[0].rows, outcome)
         self.step = step
@@ -297,7 +298,7 @@ class Run:
     async def checkpoint(self) -> None:
         """Save the state after the last step, unless that is done or there is none."""
         if self.step and not any(row["step"] == self.step for row in self.fold.checkpoints):
-            self.clock.start("checkpoint")
+            self._phase("checkpoint", f"step {self.step}: checkpoint")
             await checkpoints.save(self, self.fold.digests[self.step])
 
     def record_step(self, step: int, rows: Sequence[dict[str, Any]], outcome: Any) -> None:
@@ -329,7 +330,7 @@ class Run:
 
     async def publish(self) -> None:
         """Refit the engines to the weights of the last step, record them, and go on sampling."""
-        self.clock.start("refit")
+        self._phase("refit", f"step {self.step}: refitting the engine, probe")
         self.record_policy(await self.publisher.refit(self.step))
         await self.publisher.resume()
 
@@ -343,6 +344,10 @@ class Run:
         self.log.control.put("policy", [row])
         self.version = published.version
         self.fold.update()
+
+    def _phase(self, name: str, text: str) -> None:
+        self.clock.start(name)
+        self.screen.doing(text)
 
     # -- evaluation ----------------------------------------------------------------------------
 

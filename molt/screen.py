@@ -52,6 +52,10 @@ class Screen:
         self._last_print = time.monotonic()
         self.console.print(f"[{self._last_print - self.started:6.1f} s] {text}", markup=False)
 
+    def doing(self, text: str) -> None:
+        """What the heartbeat says from now on."""
+        self._doing = text
+
     @contextlib.contextmanager
     def phase(self, text: str) -> Iterator[None]:
         """Announce a phase, and its duration when it ends well."""
@@ -72,7 +76,6 @@ class Screen:
             f"lag {'-' if metrics['lag_max'] is None else metrics['lag_max']}  "
             f"{tokens_per_s:.0f} tokens/s"
         )
-        self._doing = f"step {step + 1}/{steps}"
         if not self.console.is_terminal:
             self.say(f"step {step}/{steps}  {text}")
             return
