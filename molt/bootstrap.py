@@ -1,15 +1,14 @@
 """Makes the virtual environment; plain Python, run before anything is installed.
 
 `python3 molt/bootstrap.py .venv` creates it, installs the project with its extras `cpu` and `dev`,
-and removes torchvision and friends unless they are CPU builds: the package index serves CUDA builds,
-whose operators are missing beside a CPU torch, and then `import transformers` dies. It prints what
-it does from the first second on and does nothing when pyproject.toml has not changed.
+and removes torchvision and friends unless they are CPU builds: the package index serves CUDA
+builds, whose operators are missing beside a CPU torch, and then `import transformers` dies. It
+prints what it does from the first second on and does nothing when pyproject.toml has not changed.
 """
 
 import hashlib
 import subprocess
 import sys
-import threading
 import time
 import venv
 from pathlib import Path
@@ -63,11 +62,11 @@ def run(command: list[str], log: Path) -> int:
     """Run a command with its output in `log`; print the last line of it while it is silent."""
     with open(log, "ab") as out:
         process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT)
-    done = threading.Event()
-    threading.Thread(target=lambda: (process.wait(), done.set()), daemon=True).start()
-    while not done.wait(QUIET_S_MAX):
-        say("  " + last_line(log))
-    return process.returncode
+    while True:
+        try:
+            return process.wait(QUIET_S_MAX)
+        except subprocess.TimeoutExpired:
+            say("  " + last_line(log))
 
 
 def last_line(log: Path) -> str:

@@ -161,7 +161,7 @@ def show_one(path: Path, console: Any) -> None:
     relative = os.path.relpath(path)
     console.print("\nTry next:", markup=False)
     for line in (
-        f'molt sql {relative} "select step, avg(reward), max(lag_max) from plans group by 1 order by 1"',
+        f'molt sql {relative} "select step, avg(reward) from plans group by 1 order by 1"',
         f"molt show {relative} {found[0][0] if found else 'train-0/0'}",
         f"molt doctor {relative}",
     ):

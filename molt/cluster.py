@@ -1,7 +1,7 @@
 """The processes of a run: Ray, the engine, the trainer ranks, the rollout worker.
 
-Their output goes to files below `<log>/logs`. `close` ends all of them, also after a failure; if the
-driver itself is killed, Ray and vLLM's processes notice and end by themselves.
+Their output goes to files below `<log>/logs`. `close` ends all of them, also after a failure; if
+the driver itself is killed, Ray and vLLM's processes notice and end by themselves.
 """
 
 import asyncio

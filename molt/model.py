@@ -160,7 +160,7 @@ def file_digest(path: Path) -> str:
 
 
 def folder_digests(folder: str) -> dict[str, str | None]:
-    """{"model", "tokenizer", "template"}: sha256 of weights and config, tokenizer, chat template."""
+    """sha256 of {"model": weights and config, "tokenizer", "template": chat template}."""
 
     def over(*patterns: str) -> str | None:
         files = sorted({f for p in patterns for f in Path(folder).glob(p)})

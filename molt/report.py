@@ -101,7 +101,8 @@ def heldout(log: Log, which: str) -> np.ndarray:
             join (select distinct group_id, rollout_id from rollouts) using (rollout_id)
             group by group_id
         )
-        select prompt, coalesce(value, 0) >= {CORRECT} from asked left join answered using (group_id)
+        select prompt, coalesce(value, 0) >= {CORRECT}
+        from asked left join answered using (group_id)
         where at_step = (select {which}(at_step) from asked)
           and (select count(distinct at_step) from asked) > 1
         order by prompt
@@ -116,7 +117,9 @@ def print_table(log: Log, found: Report, console: Console) -> None:
     for name in ("step", "reward", "lag", "loss", "grad norm", "gap lag 0", "tokens", "seconds"):
         table.add_column(name, justify="right")
     rows = steps(log)
-    shown = rows if len(rows) <= 12 else rows[:5] + [None] + rows[-6:]
+    shown: list[dict[str, Any] | None] = [*rows]
+    if len(rows) > 12:
+        shown[5:-6] = [None]
     for row in shown:
         table.add_row(*(["..."] * 8 if row is None else _cells(row)))
     console.print(table)

@@ -12,6 +12,7 @@ from molt.cluster import Cluster
 from molt.config import Config, difference, to_dict
 from molt.model import folder_digests, resolve_model
 from molt.publish import PROBE_PROMPTS, PROBE_TOKENS, Gap, Probe
+from molt.rollout.types import Completion
 from molt.rollout.worker import encode_prompt, judge_segment
 from molt.schemas.errors import ConfigError, LogCorrupt, ModelIdentityError
 from molt.schemas.records import PromptRow, Sampling
@@ -197,7 +198,8 @@ async def _openings(run: "Run") -> list[tuple[dict[str, Any], list[int]]]:
 
 async def _continue(run: "Run", k: int, context: list[int]) -> Any:
     """`PROBE_TOKENS` ids sampled after `context`; an early stop is simply continued."""
-    engine, pieces, ids = run.cluster.engines[0], [], list(context)
+    engine, ids = run.cluster.engines[0], list(context)
+    pieces: list[Completion] = []
     while len(ids) < len(context) + PROBE_TOKENS:
         left = len(context) + PROBE_TOKENS - len(ids)
         sampling = Sampling(temperature=1.0, max_tokens=left)

@@ -62,7 +62,7 @@ class Tail:
         return records, self._still_visible(commits)
 
     def _still_visible(self, commits: list[Commit]) -> list[Commit]:
-        """Without what an epoch that opened during this poll did not list; it is hidden for ever."""
+        """Without what an epoch that opened during this poll did not list: hidden for ever."""
         numbers = [n for n in control_numbers(self.log) if n >= self.next_n]
         opened = [r for n in numbers if (r := read_record(self.log, n)).kind == "epoch"]
         if not opened:

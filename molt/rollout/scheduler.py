@@ -7,7 +7,7 @@ request; the schedulers here keep that and exempt requests whose id starts with 
 vLLM loads one of these classes by its qualified name in the EngineCore process.
 """
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.interface import PauseState
@@ -27,6 +27,10 @@ def _is_probe(request: "Request") -> bool:
 
 class _Probing(Scheduler):
     """Schedules probes, and only probes, while the pause state is PAUSED_ALL."""
+
+    _pause_state: PauseState
+    running: "list[Request]"
+    waiting: Any
 
     def get_num_unfinished_requests(self) -> int:
         """Unfinished requests that may run now; while paused, those are the probes.

@@ -150,13 +150,6 @@ def test_a_stale_tied_head_is_caught_before_the_first_step(
 
 def test_other_settings_need_a_word(tmp_path: Path, model: str, started: list[Train]) -> None:
     """A log made with other algorithm settings is not continued silently."""
-    import datetime
-
-    from molt.config import load, to_dict
-    from molt.model import folder_digests
-    from molt.schemas.text import canonical_json
-    from molt.store import Log
-
     run = Train(tmp_path, model, "train.lr=5e-4")
     started.append(run)
     run.signal(signal.SIGKILL)
