@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from molt.config import Config
+from molt.process import find, reap
 from molt.rollout.engine import Engine
 from molt.rollout.types import EngineSettings
 from molt.rollout.worker import RayEngine, RolloutWorker
@@ -196,7 +197,7 @@ class Cluster:
                     async with asyncio.timeout(20):
                         await getattr(actor, method).remote()
         ray.shutdown()
-        await asyncio.to_thread(_reap, self.pids)
+        await asyncio.to_thread(reap, find(self.pids))
 
 
 def free_port() -> int:
@@ -204,17 +205,3 @@ def free_port() -> int:
         s.bind(("127.0.0.1", 0))
         port: int = s.getsockname()[1]
         return port
-
-
-def _reap(pids: list[int], grace_s: float = 10.0) -> None:
-    """vLLM's processes outlive a killed parent: wait for them, then kill what is left."""
-    import psutil
-
-    left = []
-    for pid in pids:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            left.append(psutil.Process(pid))
-    _, alive = psutil.wait_procs(left, timeout=grace_s)
-    for process in alive:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            process.kill()

@@ -1,8 +1,11 @@
-"""Processes: where their chatter goes."""
+"""Processes: where their chatter goes, and that none is left behind."""
 
+import contextlib
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 
 def redirect_output(path: str) -> None:
@@ -14,3 +17,25 @@ def redirect_output(path: str) -> None:
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     os.close(descriptor)
+
+
+def reap(processes: Sequence[Any], grace_s: float = 10.0) -> None:
+    """Wait for `psutil.Process`es to end; kill those that do not."""
+    import psutil
+
+    _, alive = psutil.wait_procs(processes, timeout=grace_s)
+    for process in alive:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    psutil.wait_procs(alive, timeout=5)
+
+
+def find(pids: Sequence[int]) -> list[Any]:
+    """The `psutil.Process`es of those pids that still run."""
+    import psutil
+
+    found = []
+    for pid in pids:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            found.append(psutil.Process(pid))
+    return found

@@ -11,14 +11,13 @@ vLLM is imported by `start()`, after the environment that it reads at import is 
 import asyncio
 import contextlib
 import os
-import sys
 import time
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from molt.process import reap, redirect_output
 from molt.rollout import vllm_calls
 from molt.rollout.types import Completion, EngineSettings
 from molt.schemas.errors import (
@@ -53,7 +52,7 @@ class Engine:
         self._children: list[Any] = []
         self._log = log_path or "the output of its process"
         if log_path is not None:
-            _redirect_output(log_path)
+            redirect_output(log_path)
 
     async def start(self) -> dict[str, Any]:
         """Load the model and start vLLM's processes; 10 to 25 s on two cores.
@@ -212,7 +211,7 @@ class Engine:
         if self._llm is not None:
             self._llm.shutdown()
             self._llm = None
-        _reap(self._children)
+        reap(self._children)
         self._children = []
 
     async def _admit(self, epoch: int) -> "AsyncLLM":
@@ -287,28 +286,6 @@ class Engine:
             ) from error
 
 
-def _redirect_output(path: str) -> None:
-    """Send file descriptors 1 and 2, which vLLM's processes inherit, to a file."""
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-    for stream in (sys.stdout, sys.stderr):
-        stream.flush()
-    os.dup2(descriptor, 1)
-    os.dup2(descriptor, 2)
-    os.close(descriptor)
-
-
 def _is_tracker(process: Any) -> bool:
     """Python's resource tracker: shared by all engines of a process, ends with that process."""
     return any("resource_tracker" in word for word in process.cmdline())
-
-
-def _reap(children: list[Any]) -> None:
-    """Wait for vLLM's processes; kill those that do not end by themselves."""
-    import psutil
-
-    _, alive = psutil.wait_procs(children, timeout=10)
-    for child in alive:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            child.kill()
-    psutil.wait_procs(alive, timeout=5)

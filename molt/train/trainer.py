@@ -9,7 +9,6 @@ Suffix: N trained tokens of this rank.
 """
 
 import hashlib
-import os
 import time
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
@@ -21,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from molt import digests
+from molt.process import redirect_output
 from molt.schemas.errors import ConfigError, TrainerError
 from molt.train import checkpoint, metrics
 from molt.train.algo import LOSSES, LossInputs, LossOptions
@@ -70,7 +70,7 @@ class Trainer:
         self._saved: dict[str, torch.Tensor] = {}
         self._reference: dict[str, torch.Tensor] = {}
         if log_path is not None:
-            _redirect_output(log_path)
+            redirect_output(log_path)
 
     # -- life ------------------------------------------------------------------------------------
 
@@ -385,11 +385,3 @@ def _random_seed(*parts: object) -> int:
     """H(parts): 63 bits that depend on every part."""
     raw = hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=8).digest()
     return int.from_bytes(raw, "little") >> 1
-
-
-def _redirect_output(log_path: str) -> None:
-    """Send stdout and stderr of this process, C libraries included, to a file."""
-    descriptor = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-    os.dup2(descriptor, 1)
-    os.dup2(descriptor, 2)
-    os.close(descriptor)

@@ -1,0 +1,107 @@
+"""The command line: help, exit codes, JSON on stdout, foreign packages."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import factories as make
+import pytest
+
+from molt import cli
+from molt.schemas.errors import ConfigError
+from molt.store import Log
+
+
+def run(*arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "molt.cli", *arguments],
+        capture_output=True,
+        text=True,
+        env={**os.environ, **env},
+    )
+
+
+@pytest.mark.parametrize("command", ["train", "report", "sql", "doctor", "show"])
+def test_every_command_teaches_by_example(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main([command, "--help"])
+    assert f"molt {command} " in capsys.readouterr().out.split("example:")[1]
+
+
+def test_sql_prints_one_json_document(tiny: Log, capsys: pytest.CaptureFixture[str]) -> None:
+    query = "select step, n_tokens, loss from steps order by step"
+    assert cli.main(["sql", str(tiny.path), query, "--format", "json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found[0] == {"step": 1, "n_tokens": 6, "loss": 0.5}
+    assert cli.main(["sql", str(tiny.path), query, "--format", "csv"]) == 0
+    assert capsys.readouterr().out.splitlines()[0] == "step,n_tokens,loss"
+
+
+def test_two_logs_at_once(tiny: Log, log: Log, capsys: pytest.CaptureFixture[str]) -> None:
+    query = "select run_id, count(*) as n from policies group by 1 order by 1"
+    assert cli.main(["sql", str(tiny.path), str(log.path), query, "--format", "json"]) == 0
+    assert [r["run_id"] for r in json.loads(capsys.readouterr().out)] == ["run", "tiny"]
+
+
+def test_a_wrong_query_and_a_missing_log(tiny: Log, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["sql", str(tiny.path), "select nonsense from steps"]) == 2
+    assert "nonsense" in capsys.readouterr().err
+    assert cli.main(["sql", "no/such/log", "select 1"]) == 1
+    assert "no/such/log" in capsys.readouterr().err
+
+
+def test_doctor_names_the_damaged_commit(tiny: Log, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["doctor", str(tiny.path), "--format", "json"]) == 0
+    assert json.loads(capsys.readouterr().out)["ok"] is True
+    victim = make.data_commits(tiny.path, "rewards")[0]
+    make.flip(victim, 100)
+    assert cli.main(["doctor", str(tiny.path), "--format", "json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert found["ok"] is False and victim.name in found["problems"][0]["file"]
+
+
+def test_show_names_close_matches(tiny: Log, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["show", str(tiny.path), "train-0/0"]) == 0
+    assert "train-0/0" in capsys.readouterr().out
+    assert cli.main(["show", str(tiny.path), "train-0/7"]) == 2
+    assert "train-0/" in capsys.readouterr().err
+
+
+def test_a_log_of_another_format_is_refused(tiny: Log, capsys: pytest.CaptureFixture[str]) -> None:
+    meta = json.loads((tiny.path / "format.json").read_text())
+    (tiny.path / "format.json").write_text(json.dumps({**meta, "format": "2.0"}))
+    assert cli.main(["sql", str(tiny.path), "select 1"]) == 1
+    error = capsys.readouterr().err
+    assert "2.0" in error and "1.0" in error
+
+
+def test_a_foreign_package_beside_ours_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "molt").mkdir()
+    (tmp_path / "molt" / "__init__.py").touch()
+    cli.check_foreign_package()
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ConfigError, match="another package called 'molt'"):
+        cli.check_foreign_package()
+
+
+def test_a_foreign_package_in_front_of_ours_is_named(tmp_path: Path) -> None:
+    (tmp_path / "molt").mkdir()
+    (tmp_path / "molt" / "__init__.py").touch()
+    found = subprocess.run(
+        [sys.executable, "-c", "import sys, molt_log; sys.exit(molt_log.main())"],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        cwd=tmp_path,
+    )
+    assert found.returncode == 2 and str(tmp_path) in found.stderr
+
+
+def test_a_wrong_key_is_exit_2() -> None:
+    demo = Path(__file__).parents[2] / "molt" / "recipes" / "demo.toml"
+    found = run("train", str(demo), "--set", "train.learning=1")
+    assert found.returncode == 2 and "train.learning" in found.stderr
