@@ -22,7 +22,7 @@ def main(argv: list[str] | None = None) -> int:
         return status
     except ConfigError as error:
         return fail(2, error)
-    except (MoltError, FileNotFoundError) as error:
+    except (MoltError, OSError) as error:
         return fail(1, error)
     except KeyboardInterrupt:
         print("molt: stopped; the log is whole, the same command resumes", file=sys.stderr)

@@ -152,7 +152,7 @@ class Cluster:
         try:
             return await getattr(actor, method).remote(*args)
         except ray.exceptions.RayTaskError as error:
-            cause = error.cause if isinstance(error.cause, MoltError) else None
+            cause = error.cause if isinstance(error.cause, MoltError | OSError) else None
             if cause is None:
                 raise
             raise cause from None

@@ -38,6 +38,10 @@ from molt.store.fold import Fold, Group, unsettled
 
 async def train(config: Config, screen: Screen, *, accept_changes: bool = False) -> Log:
     """Start or resume the run of `config.run.dir` and train until `run.steps` or a signal."""
+    if startup.is_complete(config):
+        screen.say(f"{config.run.dir} has all its {config.run.steps} steps; nothing to do. Another")
+        screen.say("run: --set run.dir=... ; a longer one: --set run.steps=...")
+        return Log.open(config.run.dir)
     model_folder = startup.prepare_model(config, screen)
     log, epoch = startup.open_log(config, model_folder, accept_changes, screen)
     run = Run(config, screen, log, epoch, Cluster(config, log.path, epoch, model_folder))

@@ -4,6 +4,7 @@ import asyncio
 import importlib.metadata
 import json
 import platform
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,7 +20,7 @@ from molt.schemas.records import PromptRow, Sampling
 from molt.schemas.text import canonical_json
 from molt.screen import Screen
 from molt.store import Log
-from molt.store.fold import Fold
+from molt.store.fold import COLUMNS, STREAMS, Fold
 
 if TYPE_CHECKING:
     from molt.loop import Run
@@ -27,7 +28,10 @@ if TYPE_CHECKING:
 PROMPTS_TRIED_MAX = 64
 """Prompts that are tried until the probe has its eight."""
 
-FREE_TO_CHANGE = ("run.", "checkpoint.", "limits.", "log.", "agent.workers", "agent.deadline_s")
+FREE_TO_CHANGE = (
+    *("run.dir", "run.name", "run.steps", "run.drops_in_a_row_max", "run.stuck_s"),
+    *("checkpoint.", "limits.", "log.", "agent.workers", "agent.deadline_s"),
+)
 """Settings that do not change what is learned; all others need `--accept-changes` on resume."""
 
 PACKAGES = (
@@ -102,6 +106,17 @@ def _packages() -> dict[str, str]:
         except importlib.metadata.PackageNotFoundError:
             continue
     return found
+
+
+def is_complete(config: Config) -> bool:
+    """True if the log of this configuration holds all steps and the last evaluation."""
+    if not (Path(config.run.dir) / "format.json").exists():
+        return False
+    fold = Fold(Log.open(config.run.dir).tail(streams=STREAMS, columns=COLUMNS))
+    fold.update()
+    last = [g for g in fold.open_groups("eval") if g.dataset == f"heldout@{config.run.steps}"]
+    evaluated = not config.data.eval or (bool(last) and all(map(fold.is_closed, last)))
+    return fold.last_step >= config.run.steps and evaluated
 
 
 async def start_processes(cluster: Cluster, screen: Screen) -> None:

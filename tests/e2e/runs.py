@@ -41,11 +41,14 @@ every = 2
 class Train:
     """One `molt train` process; `wait` for its end, or for a record in its log."""
 
-    def __init__(self, folder: Path, model: str, *overrides: str, **env: str) -> None:
+    def __init__(
+        self, folder: Path, model: str, *overrides: str, config: Path | None = None, **env: str
+    ) -> None:
         self.log, self.output = folder / "log", folder / "output.txt"
-        config = folder / "config.toml"
-        config.write_text(CONFIG.format(model=model, log=self.log))
-        arguments = [f"--set={o}" for o in overrides]
+        if config is None:
+            config = folder / "config.toml"
+            config.write_text(CONFIG.format(model=model, log=self.log))
+        arguments = [f"--set={o}" for o in (f"run.dir={self.log}", *overrides)]
         with open(self.output, "ab") as out:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "molt.cli", "train", str(config), *arguments],
