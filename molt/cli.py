@@ -11,6 +11,9 @@ from typing import Any
 
 from molt.schemas.errors import ConfigError, MoltError
 
+WIDE = 10_000
+"""Columns of a table that goes into a file or a pipe: nothing is folded there."""
+
 
 def main(argv: list[str] | None = None) -> int:
     """Entry point; returns the exit status: 0 well, 1 damage or failed check, 2 wrong use."""
@@ -204,13 +207,16 @@ def print_rows(names: list[str], rows: list[Any], style: str) -> None:
         out.writerow(names)
         out.writerows(rows)
     else:
+        from rich import box
         from rich.console import Console
-        from rich.table import Table
+        from rich.table import Column, Table
 
-        table = Table(*names)
+        table = Table(*(Column(name, overflow="fold") for name in names), box=box.MARKDOWN)
         for row in rows:
             table.add_row(*("" if v is None else str(v) for v in row))
-        Console(highlight=False).print(table)
+        console = Console(highlight=False, markup=False)
+        console.width = console.width if console.is_terminal else WIDE
+        console.print(table)
 
 
 def run_doctor(args: argparse.Namespace) -> int:

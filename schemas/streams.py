@@ -6,6 +6,7 @@ List columns are `large_list` (64-bit offsets: 2**31 tokens in one file overflow
 Every row also has `at`, UTC wall-clock time: information only, nothing is ordered by it.
 """
 
+import functools
 import re
 
 import pyarrow as pa
@@ -184,6 +185,7 @@ def fingerprint(schema: pa.Schema) -> str:
     return xxhash.xxh3_64_hexdigest(text.encode())
 
 
+@functools.lru_cache(maxsize=64)
 def schema_id(name: str, schema: pa.Schema, version: str) -> str:
     return f"{name} {version} {fingerprint(schema)}"
 

@@ -21,7 +21,8 @@ from molt.schemas.upgrade import check_version, to_current
 MARK = b"molt.xxh3="
 DIGITS = 16
 ZEROS = b"0" * DIGITS
-MAGIC = b"ARROW1"
+COMPRESS_BYTES_MIN = 64 << 10
+"""Below this zstd costs more time (a context per buffer) than it saves; compaction packs later."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +68,8 @@ def encode(
         "molt.nonce": nonce,
         "molt.check": (MARK + ZEROS).decode(),
     }
-    codec = None if stream in UNCOMPRESSED else pa.Codec("zstd", 1)
+    small = table.nbytes < COMPRESS_BYTES_MIN
+    codec = None if small or stream in UNCOMPRESSED else pa.Codec("zstd", 1)
     schema = table.schema.with_metadata(dict(extra)) if extra else table.schema
     sink = pa.BufferOutputStream()
     options = pa.ipc.IpcWriteOptions(compression=codec)
