@@ -105,6 +105,14 @@ def parser() -> argparse.ArgumentParser:
     )
     add_format(c, ["table", "json", "csv"])
 
+    c = command("tail", run_tail, "One line per event of a log.", "molt tail runs/demo --follow")
+    c.add_argument("log")
+    c.add_argument("--follow", "-f", action="store_true", help="go on as the log grows")
+
+    c = command("runs", run_runs, "The logs in a folder.", "molt runs runs")
+    c.add_argument("folder")
+    add_format(c, ["table", "json", "csv"])
+
     c = command(
         "doctor",
         run_doctor,
@@ -217,6 +225,24 @@ def print_rows(names: list[str], rows: list[Any], style: str) -> None:
         console = Console(highlight=False, markup=False)
         console.width = console.width if console.is_terminal else WIDE
         console.print(table)
+
+
+def run_tail(args: argparse.Namespace) -> int:
+    from molt.follow import events
+    from molt.store import Log
+
+    for line in events(Log.open(args.log), follow=args.follow):
+        print(line, flush=True)
+    return 0
+
+
+def run_runs(args: argparse.Namespace) -> int:
+    from molt.follow import runs
+
+    found = list(runs(Path(args.folder)))
+    names = list(found[0]) if found else ["log"]
+    print_rows(names, [list(row.values()) for row in found], args.format)
+    return 0
 
 
 def run_doctor(args: argparse.Namespace) -> int:

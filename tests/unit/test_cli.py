@@ -23,7 +23,7 @@ def run(*arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.parametrize("command", ["train", "report", "sql", "doctor", "show"])
+@pytest.mark.parametrize("command", ["train", "report", "sql", "tail", "runs", "doctor", "show"])
 def test_every_command_teaches_by_example(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         cli.main([command, "--help"])
@@ -60,6 +60,25 @@ def test_doctor_names_the_damaged_commit(tiny: Log, capsys: pytest.CaptureFixtur
     assert cli.main(["doctor", str(tiny.path), "--format", "json"]) == 1
     found = json.loads(capsys.readouterr().out)
     assert found["ok"] is False and victim.name in found["problems"][0]["file"]
+
+
+def test_tail_tells_the_story_in_order(tiny: Log, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["tail", str(tiny.path)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    kinds = [line.split()[2] for line in lines if line.split()[1].isdigit()]
+    assert kinds[:3] == ["epoch", "policy", "plan"]
+    assert any("train-1: lag" in line for line in lines)
+    assert any("train-0/1 score = 0.0" in line for line in lines)
+
+
+def test_runs_lists_logs_and_names_damaged_ones(
+    tiny: Log, log: Log, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make.flip(log.path / "train" / "0000000001.arrow", 200)
+    assert cli.main(["runs", str(tiny.path.parent), "--format", "json"]) == 0
+    found = {Path(r["log"]).name: r for r in json.loads(capsys.readouterr().out)}
+    assert (found["tiny"]["steps"], found["tiny"]["epochs"]) == (2, 2)
+    assert "checksum" in found["log"]["problem"]
 
 
 def test_show_names_close_matches(tiny: Log, capsys: pytest.CaptureFixture[str]) -> None:
