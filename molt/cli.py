@@ -25,6 +25,9 @@ def main(argv: list[str] | None = None) -> int:
         return status
     except ConfigError as error:
         return fail(2, error)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # the reader of our output has left
+        return 0
     except (MoltError, OSError) as error:
         return fail(1, error)
     except KeyboardInterrupt:
@@ -104,6 +107,17 @@ def parser() -> argparse.ArgumentParser:
         "--epoch", default=None, help="lineage of this epoch; 'all' shows abandoned rows"
     )
     add_format(c, ["table", "json", "csv"])
+
+    c = command(
+        "replay",
+        run_replay,
+        "Execute recorded steps again, from the log alone, and compare bit for bit.",
+        "molt replay runs/demo --step 7 --to 9",
+    )
+    c.add_argument("log")
+    c.add_argument("--step", type=int, required=True, help="first step to compare")
+    c.add_argument("--to", type=int, default=None, help="last step (default: the same)")
+    add_format(c, ["table", "json"])
 
     c = command("tail", run_tail, "One line per event of a log.", "molt tail runs/demo --follow")
     c.add_argument("log")
@@ -225,6 +239,41 @@ def print_rows(names: list[str], rows: list[Any], style: str) -> None:
         console = Console(highlight=False, markup=False)
         console.width = console.width if console.is_terminal else WIDE
         console.print(table)
+
+
+def run_replay(args: argparse.Namespace) -> int:
+    from molt.offline import open_trainer
+    from molt.replay.replay import history, replay
+    from molt.screen import Screen
+    from molt.store import Log
+
+    log, last = Log.open(args.log), args.to or args.step
+    found = history(log)
+    with Screen() as screen:
+        with screen.phase("loading the model and the trainer"):
+            trainer = open_trainer(log, found.epochs[-1])
+        screen.doing("executing plans")
+        steps = []
+        for row in replay(log, trainer, found, args.step, last):
+            steps.append(row)
+            digest = row["state_digest"]
+            same = "equal" if row["ok"] else "DIFFERENT"
+            screen.say(f"step {row['step']}: state {digest['recomputed']} {same}")
+        trainer.close()
+    ok = all(row["ok"] for row in steps)
+    if args.format == "json":
+        print(json.dumps(steps[0] if args.to is None else {"ok": ok, "steps": steps}))
+    else:
+        print_rows(
+            ["step", "what", "recorded", "recomputed", "equal"],
+            [
+                [row["step"], name, *row[name].values()]
+                for row in steps
+                for name in ("state_digest", "loss", "grad_norm")
+            ],
+            "table",
+        )
+    return 0 if ok else 1
 
 
 def run_tail(args: argparse.Namespace) -> int:

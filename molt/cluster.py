@@ -19,7 +19,7 @@ from molt.rollout.engine import Engine
 from molt.rollout.types import EngineSettings
 from molt.rollout.worker import RayEngine, RolloutWorker
 from molt.schemas.errors import EngineError, MoltError, TrainerError
-from molt.train.settings import ENVIRONMENT, TrainerSettings
+from molt.train.settings import ENVIRONMENT, trainer_settings
 
 REQUESTS_AT_ONCE = 4096
 OBJECT_STORE_BYTES = 128 << 20
@@ -85,35 +85,8 @@ class Cluster:
 
         from molt.train.actor import TrainerActor
 
-        c, world = self.config.train, self.config.train.world_size
-        settings = TrainerSettings(
-            model=self.model_folder,
-            algorithm=self.config.algo.loss,
-            is_cap=self.config.algo.is_cap,
-            clip_low=self.config.algo.clip_low,
-            clip_high=self.config.algo.clip_high,
-            update_passes=self.config.algo.update_passes,
-            mini_batches=self.config.algo.mini_batches,
-            seed=self.config.run.seed,
-            **{
-                name: getattr(c, name)
-                for name in [
-                    "dtype",
-                    "lr",
-                    "betas",
-                    "eps",
-                    "weight_decay",
-                    "grad_clip",
-                    "microbatch_tokens",
-                    "threads",
-                    "tp_size",
-                    "ep_size",
-                    "cp_size",
-                    "activation_checkpointing",
-                    "cpu_offload",
-                ]
-            },
-        )
+        world = self.config.train.world_size
+        settings = trainer_settings(self.config, self.model_folder)
         address = f"tcp://127.0.0.1:{free_port()}"
         for rank in range(world):
             output = self._output(f"trainer-{rank}")

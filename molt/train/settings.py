@@ -1,7 +1,9 @@
 """What a trainer is told and what it answers; imports no torch, so that drivers can read it."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
+
+from molt.config import Config
 
 ENVIRONMENT = {"OMP_WAIT_POLICY": "PASSIVE", "KMP_BLOCKTIME": "0"}
 """For the actor's process: idle OpenMP threads must not spin while the engine computes."""
@@ -61,3 +63,14 @@ class StepResult:
     """16 hex digits"""
     metrics: dict[str, Any]
     seconds: float
+
+
+def trainer_settings(config: Config, model_folder: str) -> TrainerSettings:
+    """What a run's configuration means for its trainer; the same online, in redo and in replay."""
+    names = {f.name for f in fields(TrainerSettings)}
+    train = {f.name: getattr(config.train, f.name) for f in fields(config.train)}
+    algo = {f.name: getattr(config.algo, f.name) for f in fields(config.algo)}
+    chosen = {name: value for name, value in (train | algo).items() if name in names}
+    return TrainerSettings(
+        **chosen, model=model_folder, algorithm=config.algo.loss, seed=config.run.seed
+    )

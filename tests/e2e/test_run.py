@@ -4,6 +4,7 @@ What must hold afterwards is asked by plain SQL, written apart from the product'
 """
 
 import datetime
+import json
 import os
 import signal
 from collections.abc import Iterator
@@ -81,6 +82,11 @@ def test_killed_with_broken_prompts_then_resumed(
     assert {r["lag_max"] for r in sql(log, "select distinct lag_max from plans")} <= {0, 1, None}
     gaps = sql(log, "select max(probe_gap) as gap from policies")
     assert gaps[0]["gap"] < 1e-4
+    replayed = molt("replay", str(log), "--step", "3", "--to", "6", "--format", "json")
+    assert replayed.returncode == 0, replayed.stderr[-2000:]
+    found = json.loads(replayed.stdout)
+    assert found["ok"] and [s["step"] for s in found["steps"]] == [3, 4, 5, 6]
+    assert all(s["state_digest"]["equal"] for s in found["steps"])
     check_damage_is_found(log)
 
 

@@ -23,7 +23,9 @@ def run(*arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.parametrize("command", ["train", "report", "sql", "tail", "runs", "doctor", "show"])
+@pytest.mark.parametrize(
+    "command", ["train", "report", "replay", "sql", "tail", "runs", "doctor", "show"]
+)
 def test_every_command_teaches_by_example(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         cli.main([command, "--help"])
