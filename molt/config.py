@@ -12,8 +12,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from molt.agents.env import resolve
 from molt.schemas.errors import ConfigError
 from molt.schemas.records import Sampling
+from molt.train.advantages import ESTIMATORS
+
+LOSS_NAMES = frozenset({"grpo", "rloo", "cispo"})
+"""Keys of molt.train.algo.LOSSES, which needs torch."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -261,6 +266,17 @@ def validate(config: Config) -> None:
             f"engine.dtype is {config.engine.dtype}; float32 or bfloat16",
         ),
     ]
+    checks += [
+        (
+            config.algo.advantage in ESTIMATORS,
+            f"algo.advantage is '{config.algo.advantage}'; one of {sorted(ESTIMATORS)}",
+        ),
+        (
+            config.algo.loss in LOSS_NAMES,
+            f"algo.loss is '{config.algo.loss}'; one of {sorted(LOSS_NAMES)}",
+        ),
+    ]
+    resolve(config.agent.env, "agent.env")
     for ok, why in checks:
         if not ok:
             raise ConfigError(why)

@@ -42,9 +42,11 @@ async def train(config: Config, screen: Screen, *, accept_changes: bool = False)
         screen.say(f"{config.run.dir} has all its {config.run.steps} steps; nothing to do. Another")
         screen.say("run: --set run.dir=... ; a longer one: --set run.steps=...")
         return Log.open(config.run.dir)
+    prompts = Prompts(config.data, config.run.seed)
     model_folder = startup.prepare_model(config, screen)
     log, epoch = startup.open_log(config, model_folder, accept_changes, screen)
-    run = Run(config, screen, log, epoch, Cluster(config, log.path, epoch, model_folder))
+    cluster = Cluster(config, log.path, epoch, model_folder)
+    run = Run(config, screen, log, epoch, cluster, prompts)
     try:
         await run.start()
         if run.step == 0:
@@ -67,11 +69,16 @@ class Run:
     """One epoch of a run: what the driver holds between two records."""
 
     def __init__(
-        self, config: Config, screen: Screen, log: Log, epoch: int, cluster: Cluster
+        self,
+        config: Config,
+        screen: Screen,
+        log: Log,
+        epoch: int,
+        cluster: Cluster,
+        prompts: Prompts,
     ) -> None:
         self.config, self.screen, self.log, self.epoch = config, screen, log, epoch
-        self.cluster = cluster
-        self.prompts = Prompts(config.data, config.run.seed)
+        self.cluster, self.prompts = cluster, prompts
         self.writer = log.writer(epoch, linger_s=config.log.linger_s)
         self.fold = Fold(log.tail(streams=FOLD_STREAMS, columns=FOLD_COLUMNS))
         self.step = 0
@@ -138,8 +145,10 @@ class Run:
         for task in self._playing:
             task.cancel()
         with self.screen.phase("closing"):
-            await self.cluster.close()
-            self.writer.close()
+            try:
+                await self.cluster.close()
+            finally:
+                self.writer.close()
 
     # -- prompts -------------------------------------------------------------------------------
 
