@@ -236,7 +236,10 @@ def _value(hint: Any, value: Any, where: str) -> Any:
         if origin is float and isinstance(value, int | float) and not isinstance(value, bool):
             return float(value)
         if origin is tuple and isinstance(value, list | tuple):
-            return tuple(value)
+            kinds = [k for k in typing.get_args(option) if k is not Ellipsis]
+            kinds = kinds * len(value) if Ellipsis in typing.get_args(option) else kinds
+            if len(kinds) == len(value):
+                return tuple(_value(k, v, where) for k, v in zip(kinds, value, strict=True))
         if origin is dict and isinstance(value, dict):
             return dict(value)
         if origin in (int, str, bool) and type(value) is origin:

@@ -85,7 +85,7 @@ class Run:
         """Last step whose record is durable."""
         self.version = 0
         """Version that the engines sample with."""
-        self.stopping = False
+        self.started = self.stopping = False
         self.clock = StepClock()
         self._playing: set[asyncio.Task[None]] = set()
         self._issued_at: dict[str, int] = {}
@@ -114,16 +114,15 @@ class Run:
             self.record_policy(await self.publisher.refit(self.step))
             await self.publisher.resume()
             await self.cluster.start_workers()
+        self.started = True
         self.issue_again("eval")
         self.issue_again("train")
 
     async def recover(self) -> None:
         """Checkpoint + redo: the state after the last planned step, bit for bit."""
-        found = checkpoints.latest(self.log, self.fold)
+        found = await checkpoints.load(self)
         after = 0
         if found is not None:
-            with self.screen.phase(f"loading the checkpoint of step {found['step']}"):
-                await self.cluster.on_trainers("load", str(self.log.path / found["path"]))
             after = self.step = found["step"]
         plans = {s: n for s, n in self.fold.plans.items() if s > after}
         if plans:
@@ -135,8 +134,8 @@ class Run:
             self.screen.say(f"step {step} redone: state {outcome.state_digest} as recorded")
 
     def _stop(self) -> None:
-        if self.stopping:
-            raise KeyboardInterrupt
+        if self.stopping or not self.started:
+            raise KeyboardInterrupt  # there is no step to finish
         self.stopping = True
         self.screen.say("stopping after this step; press Ctrl-C again to stop at once")
 
@@ -144,6 +143,7 @@ class Run:
         """End everything; the log stays readable and the same command goes on."""
         for task in self._playing:
             task.cancel()
+        await asyncio.gather(*self._playing, return_exceptions=True)
         with self.screen.phase("closing"):
             try:
                 await self.cluster.close()

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from molt.schemas.columns import to_rows
-from molt.schemas.errors import LogCorrupt
+from molt.schemas.errors import LogCorrupt, LogGap
 from molt.schemas.records import Ref
 from molt.store.commit import Commit, decode
 from molt.store.files import names
@@ -68,18 +68,30 @@ def bucket_files(log: Path, writer: str, bucket: int) -> list[CommitFile]:
     return found
 
 
-def writer_files(log: Path, writer: str) -> list[CommitFile]:
-    """All commits of a writer that are visible: dense from 0, up to the first gap."""
-    files = [
-        f
-        for bucket in names(log / "data" / writer)
-        if BUCKET_NAME.fullmatch(bucket)
-        for f in bucket_files(log, writer, int(bucket))
-    ]
-    for i, f in enumerate(files):
-        if f.seq != i:
-            return files[:i]
-    return files
+def writer_files(log: Path, writer: str, last_seq: int | None = None) -> list[CommitFile]:
+    """All commits of a writer up to `last_seq` (None: all), dense from 0.
+
+    LogGap if a number is missing with a later one present, also at a second look (late visibility):
+    what lies behind a gap must neither be shown nor be given up silently.
+    """
+    for last in (False, True):
+        files = [
+            f
+            for bucket in names(log / "data" / writer)
+            if bucket.isdecimal()
+            for f in bucket_files(log, writer, int(bucket))
+            if last_seq is None or f.seq <= last_seq
+        ]
+        gap = next((i for i, f in enumerate(files) if f.seq != i), None)
+        if gap is None:
+            return files
+        if last:
+            raise LogGap(
+                f"{writer}: commit {gap} is missing, {files[gap].seq} is there. Restore that file "
+                "from a copy; to go on without what lies behind it, move this writer's later "
+                "commits away"
+            )
+    raise AssertionError("unreachable")
 
 
 def read_bytes(path: Path) -> bytes:

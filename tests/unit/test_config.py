@@ -33,6 +33,8 @@ def test_the_demo_loads_and_overrides_apply() -> None:
         ("algo.drop_equal=1", "'algo.drop_equal' must be bool"),
         ("sampling.temperature=0.001", "temperature"),
         ("sampling.max_tokens=0", "max_tokens"),
+        ('train.betas=["a", 1]', "'train.betas' must be float"),
+        ("train.betas=[0.9]", "train.betas"),
         ("algo.loss=ppo", "algo.loss is 'ppo'"),
         ("algo.advantage=gae", "algo.advantage is 'gae'"),
         ("agent.env=no_such_module:X", "agent.env"),
