@@ -284,7 +284,7 @@ def _plan_refs(
 ) -> None:
     """Every row of this log that a plan names is there (one problem per plan and commit)."""
     for record in (r for r in records if r.kind == "plan"):
-        missing = {}
+        missing: dict[tuple[str, int], str] = {}
         for row in record.rows:
             refs = [*row["reward_refs"], *(ref for b in row["branches"] for ref in b["refs"])]
             for ref in refs:

@@ -12,7 +12,7 @@ import asyncio
 import contextlib
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Coroutine, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -35,6 +35,10 @@ if TYPE_CHECKING:
 __all__ = ["Completion", "Engine", "EngineSettings", "Sampling"]
 
 
+WATCH_S = 0.5
+"""How often an engine looks whether vLLM's processes are alive."""
+
+
 class Engine:
     """One vLLM engine (AsyncLLM and its processes) under the control of the newest epoch."""
 
@@ -50,6 +54,7 @@ class Engine:
         self._in_flight: set[str] = set()
         self._probes = 0
         self._children: list[Any] = []
+        self._death: asyncio.Task[None]
         self._log = log_path or "the output of its process"
         if log_path is not None:
             redirect_output(log_path)
@@ -70,6 +75,7 @@ class Engine:
             self._llm = vllm_calls.build(self._settings)
         mine = psutil.Process().children(recursive=True)
         self._children = [c for c in mine if c not in others and not _is_tracker(c)]
+        self._death = asyncio.create_task(self._watch())
         config = self._llm.model_config
         return {
             "pid": os.getpid(),
@@ -145,8 +151,7 @@ class Engine:
         Returns the number of tokens whose KV was dropped.
         """
         llm = await self._admit(epoch)
-        with self._mapped("pause"):
-            await llm.pause_generation(mode="keep", clear_cache=True)
+        await self._call("pause", llm.pause_generation(mode="keep", clear_cache=True))
         self._paused = True
         return self.tokens_in_flight()
 
@@ -168,8 +173,7 @@ class Engine:
             raise EngineError(
                 f"engine {self._id}: the last weight transfer did not succeed; send again first"
             )
-        with self._mapped("resume"):
-            await llm.resume_generation()
+        await self._call("resume", llm.resume_generation())
         self._paused = False
 
     async def init_transfer(
@@ -180,8 +184,8 @@ class Engine:
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
 
         info = {"host": host, "port": port, "world_size": world_size, "rank_offset": rank_offset}
-        with self._mapped("init_transfer"):
-            await llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info=info))
+        request = WeightTransferInitRequest(init_info=info)
+        await self._call("init_transfer", llm.init_weight_transfer_engine(request))
 
     async def receive_weights(
         self, epoch: int, manifest: Sequence[vllm_calls.ManifestEntry], version: int
@@ -197,8 +201,8 @@ class Engine:
             raise EngineError(f"engine {self._id}: receive_weights needs a paused engine")
         started = time.perf_counter()
         self._whole = False
-        with self._mapped(f"receive_weights of version {version}"):
-            received = await vllm_calls.transfer(llm, manifest, f"{epoch}.{version}")
+        transfer = vllm_calls.transfer(llm, manifest, f"{epoch}.{version}")
+        received = await self._call(f"receive_weights of version {version}", transfer)
         if len({entry["digest"] for entry in received}) != 1:
             raise ModelIdentityError(
                 f"engine {self._id}: its workers received different weights: {received}; send again"
@@ -209,6 +213,7 @@ class Engine:
     async def shutdown(self) -> None:
         """Stop vLLM and every process it started; may be called twice."""
         if self._llm is not None:
+            self._death.cancel()
             self._llm.shutdown()
             self._llm = None
         reap(self._children)
@@ -233,8 +238,8 @@ class Engine:
     ) -> "RequestOutput":
         from vllm.exceptions import VLLMClientError
 
-        final = None
-        with self._mapped(f"request {request_id}"):
+        async def last_output() -> "RequestOutput | None":
+            final = None
             try:
                 async for output in llm.generate({"prompt_token_ids": ids}, params, request_id):
                     final = output
@@ -242,9 +247,42 @@ class Engine:
                 raise RequestRefused(
                     f"engine {self._id}, request {request_id}: {error}; correct the request"
                 ) from error
+            return final
+
+        final: RequestOutput | None = await self._call(f"request {request_id}", last_output())
         if final is None:
             raise EngineError(f"engine {self._id}, request {request_id}: ended without an output")
         return final
+
+    async def _call(self, what: str, call: Coroutine[Any, Any, Any]) -> Any:
+        """Await vLLM. Its errors become EngineError, and so does the death of one of its processes:
+        some of vLLM's own futures stay open for ever when the process behind them was killed.
+        """
+        task = asyncio.ensure_future(call)
+        try:
+            with self._mapped(what):
+                await asyncio.wait({task, self._death}, return_when=asyncio.FIRST_COMPLETED)
+                if not task.done():
+                    raise EngineError(
+                        f"engine {self._id}: a vLLM process died during {what}; its last words "
+                        f"are in {self._log}"
+                    )
+                return task.result()
+        finally:
+            task.cancel()
+
+    async def _watch(self) -> None:
+        """Ends when one of vLLM's processes is gone."""
+        import psutil
+
+        def lives(child: Any) -> bool:
+            try:
+                return bool(child.status() != psutil.STATUS_ZOMBIE)
+            except psutil.NoSuchProcess:
+                return False
+
+        while all(map(lives, self._children)):
+            await asyncio.sleep(WATCH_S)
 
     def _completion(self, request_id: str, output: "RequestOutput") -> Completion:
         sampled: Any = output.outputs[0]

@@ -1,5 +1,7 @@
 """Tasks for end-to-end runs: one that behaves, one whose prompts break in every way."""
 
+import sys
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,9 +14,10 @@ def plain_prompts(seed: int) -> Iterator[dict[str, Any]]:
 
 
 def broken_prompts(seed: int) -> Iterator[dict[str, Any]]:
-    """Every sixth prompt breaks: the agent raises, the reward is NaN, the prompt is too long."""
+    """Every second prompt breaks, each in its own way."""
+    kinds = {1: "raise", 3: "nan", 5: "long", 7: "none", 9: "exit", 11: "hang"}
     for k in range(60):
-        kind = {1: "raise", 3: "nan", 5: "long"}.get(k % 12, "plain")
+        kind = kinds.get(k % 12, "plain")
         yield {"k": k, "kind": kind}
 
 
@@ -30,11 +33,17 @@ class Letters(Env):
         self.kind = prompt["kind"]
         if self.kind == "raise":
             raise RuntimeError("boom")
+        if self.kind == "exit":
+            sys.exit("no more")
         text = "word " * 60 if self.kind == "long" else f"say {prompt['k']}"
         return [{"role": "user", "content": text}]
 
     def step(self, reply: Reply) -> Turn:
         if self.kind == "nan":
             return Turn(rewards={"letters": float("nan")})
+        if self.kind == "none":
+            return None  # type: ignore[return-value]
+        if self.kind == "hang":
+            threading.Event().wait()
         share = sum(c.isalpha() for c in reply.text) / max(len(reply.text), 1)
         return Turn(rewards={"letters": share})
