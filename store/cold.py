@@ -34,8 +34,8 @@ GROUP_MARK = b"molt.groups="
 GROUP_BYTES = 8 << 20
 """Raw bytes of a row group: what reading one commit decodes at most, beside a larger commit."""
 ADDRESS = pa.schema([("writer", pa.string()), ("seq", pa.int64()), ("row", pa.int32())])
-SPLIT = ("logprobs", "values", "value", "seconds")
-"""Floating columns, stored byte-stream-split."""
+SPLIT = ("logprobs", "values", "value", "seconds", "token_ids")
+"""Number columns that are stored byte-stream-split: their bytes differ in kind by place."""
 WORDS = ("rollout_id", "group_id", "writer", "dataset", "purpose", "reason", "name", "source")
 """Text columns that repeat themselves, stored with a dictionary."""
 
@@ -91,6 +91,10 @@ class ColdFile:
         at = first + int(np.searchsorted(self.seqs[first:end], seq))
         return at if at < end and self.seqs[at] == seq else None
 
+    def group_of(self, i: int) -> int:
+        """The row group that holds commit number `i` of this file."""
+        return int(np.searchsorted(self.groups, self.starts[i], side="right")) - 1
+
 
 def encode_cold(
     stream: str, schema_text: str, places: Sequence[Place], tables: Sequence[pa.Table] | None
@@ -133,10 +137,11 @@ def _split_columns(schema: pa.Schema) -> list[str]:
     paths = []
     for name in SPLIT:
         type_ = schema.field(name).type if name in schema.names else pa.null()
-        if pa.types.is_floating(type_):
+        if pa.types.is_large_list(type_):
+            item = type_.value_field
+            name, type_ = f"{name}.list.{item.name}", item.type
+        if pa.types.is_float32(type_) or pa.types.is_float64(type_) or pa.types.is_int32(type_):
             paths.append(name)
-        elif pa.types.is_large_list(type_) and pa.types.is_floating(type_.value_type):
-            paths.append(f"{name}.list.{type_.value_field.name}")
     return paths
 
 
@@ -304,15 +309,20 @@ def _parsed(path: Path, state: State, meta: Any, footer: int) -> ColdFile:
     return file
 
 
-def read_cold(path: Path, writer: str, seq: int, columns: list[str] | None = None) -> Commit:
-    """One commit out of a cold file. LogCorrupt for damage, FileNotFoundError if it is gone."""
+def read_cold(
+    path: Path, writer: str, seq: int, columns: list[str] | None = None, n: int = 1
+) -> Commit:
+    """One commit out of a cold file, with the rows of the n - 1 behind it in the same row group.
+
+    LogCorrupt for damage, FileNotFoundError if the file is gone.
+    """
     file = cold_file(path)
     i = file.index(writer, seq)
     if i is None:
         raise _corrupt(path, f"it does not hold commit {writer}/{seq}")
-    wanted = [n for n in file.names if columns is None or n in columns]
-    first, end = int(file.starts[i]), int(file.starts[i + 1])
-    group = int(np.searchsorted(file.groups, first, side="right")) - 1
+    wanted = [c for c in file.names if columns is None or c in columns]
+    first, end = int(file.starts[i]), int(file.starts[i + n])
+    group = file.group_of(i)
     if first == end:
         table = schema_of(file).empty_table().select(wanted)
     else:

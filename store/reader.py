@@ -6,7 +6,7 @@ Nothing here repairs or skips: a commit is delivered whole or `LogCorrupt` says 
 import errno
 import re
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -181,6 +181,37 @@ def read_commit(file: CommitFile, columns: list[str] | None = None) -> Commit:
                 raise
             file = located(file)
     raise AssertionError("unreachable")
+
+
+def together(files: Sequence[CommitFile]) -> Iterator[list[CommitFile]]:
+    """The same commits in order, those that lie side by side in one cold row group together."""
+    run: list[CommitFile] = []
+    last: tuple[Path, int, int] | None = None
+    for file in files:
+        place = None
+        if (
+            file.cold
+            and (i := (cold := cold_file(file.path)).index(file.writer, file.seq)) is not None
+        ):
+            place = (file.path, cold.group_of(i), i)
+        if run and (place is None or last is None or place != (last[0], last[1], last[2] + 1)):
+            yield run
+            run = []
+        run.append(file)
+        last = place
+    if run:
+        yield run
+
+
+def read_together(run: Sequence[CommitFile], columns: list[str] | None = None) -> pa.Table:
+    """The rows of one list that `together` gave."""
+    first = run[0]
+    if len(run) == 1:
+        return read_commit(first, columns).table
+    try:
+        return read_cold(first.path, first.writer, first.seq, columns, len(run)).table
+    except FileNotFoundError:
+        return pa.concat_tables([read_commit(f, columns).table for f in run])
 
 
 def read_schema(file: CommitFile) -> pa.Schema:
