@@ -13,7 +13,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from molt.schemas.errors import LogCorrupt
+from molt.schemas.errors import LogCorrupt, Retired
 from molt.schemas.streams import USER_PREFIX, VERSIONS, schema_id
 from molt.store.cold import FOLDER, ColdFile, Place, cold_files, encode_cold
 from molt.store.control import Lineage, Record, lineage_of
@@ -146,9 +146,18 @@ def settled_groups(
 
 
 def groups_of(file: CommitFile) -> set[str]:
-    """The groups that a commit's rows belong to."""
-    rollouts = read_commit(file, ["rollout_id"]).table.column("rollout_id").unique().to_pylist()
+    """The groups that a commit's rows belong to; none if it has been retired since the listing."""
+    table = _read(file, ["rollout_id"])
+    rollouts = table.column("rollout_id").unique().to_pylist() if table is not None else []
     return {r.rpartition("/")[0] for r in rollouts}
+
+
+def _read(file: CommitFile, columns: list[str] | None = None) -> pa.Table | None:
+    """None if retention, which may run at the same time, has removed the commit."""
+    try:
+        return read_commit(file, columns).table
+    except Retired:
+        return None
 
 
 def is_train(group_id: str) -> bool:
@@ -161,7 +170,9 @@ def _batches(files: Sequence[CommitFile], file_bytes: int) -> Iterator[Batch]:
     batch: Batch = []
     size = 0
     for file in sorted(files, key=lambda f: (f.writer, f.seq)):
-        table = read_commit(file).table
+        table = _read(file)
+        if table is None:
+            continue
         same = not batch or table.schema.equals(batch[-1][1].schema, check_metadata=True)
         if batch and (not same or size + table.nbytes > file_bytes):
             yield batch
@@ -244,7 +255,8 @@ def _delete(log: Path, hot: list[CommitFile]) -> int:
         copies = cold_commits(cold_files(log), writer, min(own), max(own) + 1)
         for copy in (c for c in copies if c.seq in own and not c.retired):
             file = own[copy.seq]
-            if not _same(read_commit(file).table, read_commit(copy).table):
+            left, right = _read(file), _read(copy)
+            if left is not None and right is not None and not _same(left, right):
                 raise LogCorrupt(
                     f"{'/'.join(copy.path.parts[-3:])}: commit {file.writer}/{file.seq} differs "
                     "from its hot file, which is kept; delete this cold file and compact again"

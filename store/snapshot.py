@@ -7,6 +7,7 @@ A row counts unless it is above its writer's last commit, in an abandoned future
 equal row by another writer, or of a rollout whose writers contradict each other ("conflict").
 """
 
+import contextlib
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from molt.schemas.columns import to_rows
-from molt.schemas.errors import LogGap
+from molt.schemas.errors import LogGap, Retired
 from molt.store.control import lineage_of, read_records
 from molt.store.log import Log
 from molt.store.reader import (
@@ -73,13 +74,16 @@ _ENTRIES: dict[tuple[Path, str, int], tuple[tuple[int, int, int], list[Entry]]] 
 
 def entries_of(file: CommitFile) -> list[Entry]:
     """The entries of a commit, verified whole once per process. LogCorrupt if it is damaged."""
+    key = (file.log, file.writer, file.seq)
+    known = _ENTRIES.get(key)
     try:
         stat = os.stat(file.path)
     except FileNotFoundError:
+        if known is not None:
+            return known[1]
         file = located(file)
         stat = os.stat(file.path)
-    key, state = (file.log, file.writer, file.seq), (stat.st_ino, stat.st_size, stat.st_mtime_ns)
-    known = _ENTRIES.get(key)
+    state = (stat.st_ino, stat.st_size, stat.st_mtime_ns)
     if known is None or known[0] != state:
         table = read_commit(file).table
         names = [c for c in _INDEXED.get(file.stream, _WHO) if c in table.column_names]
@@ -172,7 +176,9 @@ class Snapshot:
 
     def entries(self, stream: str) -> Iterator[tuple[CommitFile, list[Entry]]]:
         for file in self.files.get(stream, []):
-            yield file, entries_of(file)
+            # Retired since the listing: left out, as what retired before it.
+            with contextlib.suppress(Retired):
+                yield file, entries_of(file)
 
     def states(self, stream: str) -> list[tuple[CommitFile, npt.NDArray[np.uint8]]]:
         """Each file of the stream with SHOWN, ABANDONED or DUPLICATE for each of its rows."""

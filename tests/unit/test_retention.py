@@ -11,10 +11,12 @@ from molt import cli
 from molt.schemas.errors import ConfigError, LogCorrupt, Retired
 from molt.schemas.streams import routing_metadata
 from molt.store import Log
+from molt.store import compact as compact_module
 from molt.store.compact import compact
 from molt.store.doctor import doctor
 from molt.store.fold import COLUMNS, STREAMS, Fold
 from molt.store.retention import register_reader, retire, unregister_reader
+from molt.store.snapshot import Snapshot
 from molt.store.sql import run_sql
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
@@ -228,4 +230,23 @@ def test_the_command(log: Log, capsys: pytest.CaptureFixture[str]) -> None:
     assert left(log) == ["train-0", "train-1"]
     assert cli.main([*arguments, "--yes", "--format", "json"]) == 0
     assert json.loads(capsys.readouterr().out)["commits"] == {"segments": 1}
+    assert left(log) == ["train-1"]
+
+
+def test_retention_beside_a_snapshot_and_a_compaction(
+    log: Log, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was listed and has retired since is left out, as what retired before."""
+    segments(log, "train-0", "train-1")
+    drop(log, 0)
+    checkpoint(log, 1)
+    snapshot, real = Snapshot(log), compact_module._batches
+
+    def late(files: list, file_bytes: int):
+        retire(log, now=NOW, dry_run=False)
+        return real(files, file_bytes)
+
+    monkeypatch.setattr(compact_module, "_batches", late)
+    assert compact(log, everything=True)["commits"] == 1
+    assert [f.seq for f, _ in snapshot.entries("segments")] == [1]
     assert left(log) == ["train-1"]
