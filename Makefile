@@ -3,7 +3,6 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 ARGS ?=
-export HF_HUB_OFFLINE ?= 1
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test test-slow lint bench clean
@@ -17,6 +16,7 @@ setup:  ## make .venv and install everything (about 2 minutes, 4 GB)
 demo: setup  ## train a real model on two CPU cores, about 6 minutes (ARGS="--set run.dir=runs/two")
 	@$(BIN)/molt train molt/recipes/demo.toml $(ARGS)
 
+test test-slow: export HF_HUB_OFFLINE = 1
 test: setup  ## the test suite, real vLLM, Ray and FSDP2 included
 	$(BIN)/python -m pytest $(ARGS)
 

@@ -7,6 +7,7 @@ else is left-over of a crash and is removed before the folder is used again.
 import shutil
 from typing import TYPE_CHECKING, Any
 
+from molt.schemas.errors import RecoveryError, TrainerError
 from molt.schemas.text import canonical_json
 from molt.store import Log
 from molt.store.files import fsync_dir, publish
@@ -18,11 +19,32 @@ if TYPE_CHECKING:
 MARKER = "COMPLETE"
 
 
-def latest(log: Log, fold: Fold) -> dict[str, Any] | None:
-    """The newest complete checkpoint of the lineage; None to start from the model's weights."""
-    for row in reversed(fold.checkpoints):
-        if (log.path / row["path"] / MARKER).exists():
+async def load(run: "Run") -> dict[str, Any] | None:
+    """Load the newest sound checkpoint of the lineage; None to start from the model's weights.
+
+    One that cannot be read, or whose state has another digest than its record, is passed over with
+    a word: the plans after an older one are simply executed again.
+    """
+    complete = [r for r in run.fold.checkpoints if (run.log.path / r["path"] / MARKER).exists()]
+    for row in reversed(complete):
+        try:
+            with run.screen.phase(f"loading the checkpoint of step {row['step']}"):
+                await run.cluster.on_trainers("load", str(run.log.path / row["path"]))
+                found = await run.cluster.on_trainers("state_digest")
+        except TrainerError as error:
+            run.screen.say(f"{row['path']} cannot be read: {error}")
+            continue
+        if found == row["state_digest"]:
             return row
+        run.screen.say(
+            f"{row['path']} is damaged: its state is {found}, recorded {row['state_digest']}"
+        )
+    if complete:
+        raise RecoveryError(
+            f"none of the {len(complete)} checkpoints in {run.log.path / 'checkpoints'} can be "
+            "used. Restore one from a copy, or remove their folders: the run then starts from the "
+            "model's own weights and executes all plans again"
+        )
     return None
 
 

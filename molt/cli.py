@@ -2,17 +2,19 @@
 
 import argparse
 import asyncio
+import contextlib
+import errno
 import json
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from molt.schemas.errors import ConfigError, MoltError
 
 WIDE = 10_000
-"""Columns of a table that goes into a file or a pipe: nothing is folded there."""
+"""Columns of a table: nothing is folded; the terminal wraps long lines."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -36,7 +38,10 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def fail(status: int, error: BaseException) -> int:
-    print(f"molt: {type(error).__name__}: {error}", file=sys.stderr)
+    hint = ""
+    if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+        hint = " (the disk is full: free some space, then start the same command again)"
+    print(f"molt: {type(error).__name__}: {error}{hint}", file=sys.stderr)
     return status
 
 
@@ -104,7 +109,10 @@ def parser() -> argparse.ArgumentParser:
     c.add_argument("log", nargs="+", help="one or more logs, then the query")
     c.add_argument("query")
     c.add_argument(
-        "--epoch", default=None, help="lineage of this epoch; 'all' shows abandoned rows"
+        "--epoch",
+        type=epoch_number,
+        default=None,
+        help="lineage of this epoch; 'all' shows abandoned rows",
     )
     add_format(c, ["table", "json", "csv"])
 
@@ -163,6 +171,10 @@ def parser() -> argparse.ArgumentParser:
     return p
 
 
+def epoch_number(text: str) -> int | str:
+    return text if text == "all" else int(text)
+
+
 def add_format(command: argparse.ArgumentParser, choices: list[str]) -> None:
     command.add_argument("--format", choices=choices, default="table")
 
@@ -176,15 +188,34 @@ def run_train(args: argparse.Namespace) -> int:
         screen.say(f"molt train {args.config} -> {config.run.dir}")
         from molt.loop import train
 
-        log = asyncio.run(train(config, screen, accept_changes=args.accept_changes))
-        from molt.report import draw, print_table, report
-
-        found = report(log)
-        print_table(log, found, screen.console)
-        draw(log, log.path / "reward.png")
-        screen.say(f"picture: {log.path / 'reward.png'}")
+        try:
+            log = asyncio.run(train(config, screen, accept_changes=args.accept_changes))
+        except ConfigError:
+            raise
+        except (MoltError, OSError) as error:
+            screen.finish()
+            status = fail(1, error)
+            screen.say(f"what is in {config.run.dir} is whole: the same command resumes")
+            return status
+        screen.finish()
+        print_report(log, screen.console)
     show_one(log.path, screen.console)
     return 0
+
+
+def print_report(log: Any, console: Any) -> Any:
+    """Table, verdict and reward.png; a picture that cannot be written is only a word."""
+    from molt.report import draw, print_table, report
+
+    found = report(log)
+    print_table(log, found, console)
+    picture = log.path / "reward.png"
+    try:
+        draw(log, picture)
+        console.print(f"picture: {picture}", markup=False)
+    except OSError as error:
+        console.print(f"no picture: {error}", markup=False)
+    return found
 
 
 def show_one(path: Path, console: Any) -> None:
@@ -199,11 +230,12 @@ def show_one(path: Path, console: Any) -> None:
     if found:
         show_rollout(log, found[0][0], None, console)
     relative = os.path.relpath(path)
+    me = os.path.relpath(sys.argv[0]) if os.sep in sys.argv[0] else "molt"
     console.print("\nTry next:", markup=False)
     for line in (
-        f'molt sql {relative} "select step, avg(reward) from plans group by 1 order by 1"',
-        f"molt show {relative} {found[0][0] if found else 'train-0/0'}",
-        f"molt doctor {relative}",
+        f'{me} sql {relative} "select step, avg(reward) from plans group by 1 order by 1"',
+        f"{me} show {relative} {found[0][0] if found else 'train-0/0'}",
+        f"{me} doctor {relative}",
     ):
         console.print(f"  {line}", markup=False)
 
@@ -211,16 +243,15 @@ def show_one(path: Path, console: Any) -> None:
 def run_report(args: argparse.Namespace) -> int:
     from rich.console import Console
 
-    from molt.report import draw, print_table, report, to_json
+    from molt.report import report, to_json
     from molt.store import Log
 
     log = Log.open(args.log)
-    found = report(log)
     if args.format == "json":
+        found = report(log)
         print(json.dumps(to_json(found)))
     else:
-        print_table(log, found, Console(highlight=False))
-        draw(log, log.path / "reward.png")
+        found = print_report(log, Console(highlight=False))
     return 0 if found.learned or not args.check else 1
 
 
@@ -228,8 +259,7 @@ def run_sql(args: argparse.Namespace) -> int:
     from molt.store import Log
     from molt.store.sql import run_sql as run
 
-    epoch = args.epoch if args.epoch in (None, "all") else int(args.epoch)
-    names, rows = run([Log.open(path) for path in args.log], args.query, epoch)
+    names, rows = run([Log.open(path) for path in args.log], args.query, args.epoch)
     print_rows(names, rows, args.format)
     return 0
 
@@ -252,7 +282,7 @@ def print_rows(names: list[str], rows: list[Any], style: str) -> None:
         for row in rows:
             table.add_row(*("" if v is None else str(v) for v in row))
         console = Console(highlight=False, markup=False)
-        console.width = console.width if console.is_terminal else WIDE
+        console.width = WIDE
         console.print(table)
 
 
@@ -264,7 +294,7 @@ def run_replay(args: argparse.Namespace) -> int:
 
     log, last = Log.open(args.log), args.to or args.step
     found = history(log)
-    with Screen() as screen:
+    with Screen() as screen, stdout_to_stderr():
         with screen.phase("loading the model and the trainer"):
             trainer = open_trainer(log, found.epochs[-1])
         screen.doing("executing plans")
@@ -289,6 +319,20 @@ def run_replay(args: argparse.Namespace) -> int:
             "table",
         )
     return 0 if ok else 1
+
+
+@contextlib.contextmanager
+def stdout_to_stderr() -> Iterator[None]:
+    """Libraries print on file descriptor 1 (gloo does); stdout is for the answer alone."""
+    sys.stdout.flush()
+    saved = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        yield
+    finally:
+        sys.stdout.flush()
+        os.dup2(saved, 1)
+        os.close(saved)
 
 
 def run_tail(args: argparse.Namespace) -> int:

@@ -52,7 +52,7 @@ class Cluster:
             num_cpus=max(8, os.cpu_count() or 1),  # a count of actors, not of cores: see threads
             include_dashboard=False,
             log_to_driver=False,
-            logging_level=logging.ERROR,
+            logging_level=logging.CRITICAL,
             object_store_memory=OBJECT_STORE_BYTES,
         )
 

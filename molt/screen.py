@@ -52,6 +52,12 @@ class Screen:
         self._last_print = time.monotonic()
         self.console.print(f"[{self._last_print - self.started:6.1f} s] {text}", markup=False)
 
+    def finish(self) -> None:
+        """Take the bar down: what follows is the end's table."""
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+
     def doing(self, text: str) -> None:
         """What the heartbeat says from now on."""
         self._doing = text

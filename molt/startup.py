@@ -62,7 +62,7 @@ def open_log(
     records = log.records()
     digests = folder_digests(model_folder)
     epochs = [r for r in records if r.kind == "epoch"]
-    if epochs:
+    if epochs and any(r.kind == "plan" for r in records):
         _compare(epochs[-1].rows[0], config, digests, accept_changes, screen)
     record = log.control.open_epoch(
         now=datetime.datetime.now(datetime.UTC).replace(tzinfo=None),

@@ -15,7 +15,7 @@ from typing import Any
 from molt.schemas.check import check_enums
 from molt.schemas.columns import Row, normalise, to_rows, to_table
 from molt.schemas.control import CONTROL, CONTROL_VERSIONS, HEADERS
-from molt.schemas.errors import Fenced, LogCorrupt, LogGap, SegmentRejected
+from molt.schemas.errors import ConfigError, Fenced, LogGap, SegmentRejected
 from molt.schemas.records import to_row
 from molt.schemas.streams import schema_id
 from molt.store.commit import Commit, decode, encode
@@ -203,7 +203,7 @@ class Lineage:
 
 
 def lineage_of(records: Iterable[Record], epoch: int | None = None) -> Lineage:
-    """The lineage of `epoch` (default: the newest). An unknown epoch is LogCorrupt."""
+    """The lineage of `epoch` (default: the newest). An unknown epoch is ConfigError."""
     epochs = [r for r in records if r.kind == "epoch"]
     newest = _last_epoch(epochs) or 0
     line = Lineage(epoch=epoch if epoch is not None else newest, newest_epoch=newest)
@@ -220,5 +220,5 @@ def lineage_of(records: Iterable[Record], epoch: int | None = None) -> Lineage:
         line.spans[current] = (record.n, last)
         limit, current = record.rows[0]["cut"], record.rows[0]["parent_epoch"]
     if line.epoch and line.epoch not in by_epoch:
-        raise LogCorrupt(f"there is no epoch {line.epoch} in this log; known: {sorted(by_epoch)}")
+        raise ConfigError(f"there is no epoch {line.epoch} in this log; known: {sorted(by_epoch)}")
     return line

@@ -4,6 +4,8 @@ The checks of a row are those that ran before its write, its parent included; wh
 is the digest and length of its segment. Damage is reported and never repaired.
 """
 
+import json
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,6 +33,7 @@ from molt.store.reader import (
     cold_commits,
     parse_name,
     read_commit,
+    writer_epoch,
 )
 
 Progress = Callable[[int, int], None]
@@ -92,7 +95,9 @@ def doctor(path: str | Path, progress: Progress | None = None) -> dict[str, Any]
     except LogCorrupt as error:
         report.problem(log / "format.json", error)
     records = _control(report)
-    _Data(report, lineage_of(records) if records else Lineage(epoch=0)).run()
+    data = _Data(report, lineage_of(records) if records else Lineage(epoch=0))
+    data.run()
+    _plan_refs(report, records, data.n_rows)
     _checkpoints(report, records)
     return {
         "ok": not report.problems,
@@ -159,11 +164,19 @@ class _Data:
     lineage: Lineage
     parents: dict[Key, list[tuple[str, Parent]]] = field(default_factory=dict)
     later: dict[CommitFile, list[int]] = field(default_factory=dict)
+    n_rows: dict[tuple[str, int], int] = field(default_factory=dict)
+    """(writer, seq) -> rows of each commit that was read whole."""
     cold: list[ColdFile] = field(default_factory=list)
 
     def run(self) -> None:
         data = self.report.log / "data"
         self._cold_files()
+        epochs = [writer_epoch(w) for w in names(data) if WRITER_NAME.fullmatch(w)]
+        if max(epochs, default=0) > self.lineage.newest_epoch:
+            self.report.problem(
+                self.report.log / CONTROL_DIR,
+                f"writers of epoch {max(epochs)} are there, but no record of that epoch",
+            )
         for writer in sorted({*self.report.listing(data), *self.lineage.closed}):
             if WRITER_NAME.fullmatch(writer):
                 self._writer(writer)
@@ -240,6 +253,7 @@ class _Data:
     def _commit(self, file: CommitFile) -> None:
         if file.retired:
             self.report.retired += 1
+            self.n_rows[file.writer, file.seq] = sys.maxsize  # what a plan names was there
             return
         size = 0 if file.cold else file.path.stat().st_size
         try:
@@ -247,6 +261,7 @@ class _Data:
             for i, row in enumerate(to_rows(commit.table)):
                 self._row(file, commit, i, row)
             self.report.count(file.stream, commit.table.num_rows, size)
+            self.n_rows[file.writer, file.seq] = commit.table.num_rows
         except (MoltError, OSError) as error:
             self.report.problem(file.path, error)
         self.report.read(size)
@@ -297,18 +312,50 @@ def _fits(row: Mapping[str, Any], parent: Parent) -> bool:
     return bool(segment_digest(row, parent.digest) == row["digest"])
 
 
+def marker_fits(path: Path, row: Mapping[str, Any]) -> bool:
+    """True if a checkpoint's marker is that of its record."""
+    try:
+        found = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return False
+    names = ("epoch", "step", "state_digest")
+    return isinstance(found, dict) and all(found.get(n) == row[n] for n in names)
+
+
 def _text(metadata: Mapping[bytes, bytes] | None) -> dict[str, str]:
     return {k.decode(): v.decode() for k, v in (metadata or {}).items()}
 
 
+def _plan_refs(
+    report: _Report, records: list[Record], n_rows: Mapping[tuple[str, int], int]
+) -> None:
+    """Every row of this log that a plan names is there (one problem per plan and commit)."""
+    for record in (r for r in records if r.kind == "plan"):
+        missing: dict[tuple[str, int], str] = {}
+        for row in record.rows:
+            refs = [*row["reward_refs"], *(ref for b in row["branches"] for ref in b["refs"])]
+            for ref in refs:
+                place = (ref["writer"], ref["seq"])
+                if ref["log"] == 0 and ref["row"] >= n_rows.get(place, 0):
+                    missing.setdefault(place, row["rollout_id"])
+        for (writer, seq), rollout in missing.items():
+            folder = report.log / "data" / writer / f"{seq // BUCKET:06d}"
+            step = record.header["step"]
+            why = f"commit {seq} is not whole or not there; step {step} trained {rollout} from it"
+            report.problem(folder, why)
+
+
 def _checkpoints(report: _Report, records: list[Record]) -> None:
-    """A recorded checkpoint is complete or retired; half of one is damage."""
-    for row in (r.rows[0] for r in records if r.kind == "checkpoint"):
+    """A recorded checkpoint is complete or retired; half of one is damage, and so is no newest."""
+    rows = [r.rows[0] for r in records if r.kind == "checkpoint"]
+    for row in rows:
         folder = report.log / row["path"]
         if not folder.is_dir():
             report.retired_checkpoints += 1
-        elif not (folder / "COMPLETE").is_file():
-            report.problem(folder, "a recorded checkpoint without its COMPLETE marker")
+            if row is rows[-1]:
+                report.problem(folder, "the newest checkpoint is gone; a resume redoes more")
+        elif not marker_fits(folder / "COMPLETE", row):
+            report.problem(folder, "a recorded checkpoint without a sound COMPLETE marker")
         else:
             for file in row["files"]:
                 path = folder / file["name"]

@@ -14,7 +14,7 @@ from typing import Any
 import pyarrow as pa
 
 from molt.schemas.columns import to_rows
-from molt.schemas.errors import LogCorrupt, Retired
+from molt.schemas.errors import LogCorrupt, LogGap, Retired
 from molt.schemas.records import Ref
 from molt.store.cold import ColdFile, cold_file, cold_files, read_cold, schema_of
 from molt.store.commit import Commit, decode
@@ -81,10 +81,31 @@ def bucket_files(log: Path, writer: str, bucket: int) -> list[CommitFile]:
     return found
 
 
-def writer_files(log: Path, writer: str) -> list[CommitFile]:
-    """All commits of a writer that are visible, retired ones too: dense from 0 to the first gap."""
+def writer_files(log: Path, writer: str, last_seq: int | None = None) -> list[CommitFile]:
+    """All commits of a writer up to `last_seq` (None: all), dense from 0, retired ones too.
+
+    LogGap if a number is missing with a later one present, also at a second look (late visibility):
+    what lies behind a gap must neither be shown nor be given up silently.
+    """
+    for last in (False, True):
+        found = all_files(log, writer)
+        files = [f for f in found if last_seq is None or f.seq <= last_seq]
+        gap = next((i for i, f in enumerate(files) if f.seq != i), None)
+        if gap is None:
+            return files
+        if last:
+            raise LogGap(
+                f"{writer}: commit {gap} is missing, {files[gap].seq} is there. Restore that file "
+                "from a copy; to go on without what lies behind it, move this writer's later "
+                "commits away"
+            )
+    raise AssertionError("unreachable")
+
+
+def all_files(log: Path, writer: str) -> list[CommitFile]:
+    """A writer's commits wherever they are, by number; hot is listed before cold."""
     hot = hot_files(log, writer)
-    return dense(merged(hot, cold_commits(cold_files(log), writer)))
+    return merged(hot, cold_commits(cold_files(log), writer))
 
 
 def hot_files(log: Path, writer: str) -> list[CommitFile]:
@@ -140,7 +161,7 @@ def _in_cold(log: Path, writer: str, seq: int) -> CommitFile | None:
 
 def retired(log: Path, file: CommitFile) -> Retired:
     """The error for a reader below the floor: names the first commit that it can still have."""
-    later = (f.seq for f in writer_files(log, file.writer) if _follows(f, file))
+    later = (f.seq for f in all_files(log, file.writer) if _follows(f, file))
     first = next(later, None)
     where = f"{file.writer}/{file.seq}.{file.stream}: commit {file.seq} was retired, "
     return Retired(where + ("none is left" if first is None else f"first available is {first}"))

@@ -25,6 +25,7 @@ from molt.store.compact import (
     view_writer,
 )
 from molt.store.control import Record, lineage_of
+from molt.store.doctor import marker_fits
 from molt.store.files import NameTaken, make_dirs, names, publish, remove, replace
 from molt.store.log import Log
 from molt.store.reader import CommitFile, hot_files, writer_names
@@ -133,8 +134,11 @@ def settled_at_checkpoints(log: Log, records: list[Record]) -> set[str]:
     settled: set[str] | None = None
     for record in (r for r in records if r.kind == "checkpoint"):
         row = record.rows[0]
-        if not (log.path / row["path"] / MARKER).exists():
+        folder = log.path / row["path"]
+        if not folder.is_dir():
             continue
+        if not marker_fits(folder / MARKER, row):
+            return set()  # redo would have to begin earlier, at nobody knows which
         lineage = lineage_of(records, row["epoch"])
         own = settled_groups(records, lineage, step=row["step"], n=record.n)
         settled = own if settled is None else settled & own

@@ -46,12 +46,12 @@ class CommitDataset(ds.Dataset):  # type: ignore[misc]
 
     def scanner(
         self, columns: list[str] | None = None, filter: pc.Expression | None = None, **_: Any
-    ) -> ds.Scanner:
+    ) -> "CommitScan":
         text = str(filter) if filter is not None else ""
         wanted = [n for n in self._schema.names if columns is None or n in columns or n in text]
         schema = pa.schema([self._schema.field(n) for n in wanted])
-        batches = self._batches(wanted, schema)
-        return ds.Scanner.from_batches(batches, schema=schema, columns=columns, filter=filter)
+        names = wanted if columns is None else columns
+        return CommitScan(self._batches(wanted, schema), schema, names, filter)
 
     def _batches(self, wanted: list[str], schema: pa.Schema) -> Iterator[pa.RecordBatch]:
         columns = None if self._whole else self._needs(wanted)
@@ -69,6 +69,33 @@ class CommitDataset(ds.Dataset):  # type: ignore[misc]
                 if name in extras and name not in out.column_names:
                     out = out.append_column(name, extras[name].take(index))
             yield from _in_schema(out, schema, len(index)).to_batches()
+
+
+class CommitScan:
+    """One scan, as DuckDB asks for it. Arrow's own scanner reads ahead in threads of its own, which
+    go on after a LIMIT is satisfied and take the process down when it ends; here a batch is made in
+    the thread that asks for it, and none is made that nobody asks for.
+    """
+
+    def __init__(
+        self,
+        batches: Iterator[pa.RecordBatch],
+        schema: pa.Schema,
+        names: list[str],
+        filter: pc.Expression | None,
+    ) -> None:
+        self._batches, self._filter = batches, filter
+        self.projected_schema = pa.schema([schema.field(n) for n in names])
+
+    def to_reader(self) -> pa.RecordBatchReader:
+        return pa.RecordBatchReader.from_batches(self.projected_schema, self._filtered())
+
+    def _filtered(self) -> Iterator[pa.RecordBatch]:
+        for batch in self._batches:
+            table = pa.Table.from_batches([batch])
+            if self._filter is not None:
+                table = table.filter(self._filter)
+            yield from table.select(self.projected_schema.names).to_batches()
 
 
 States = list[npt.NDArray[np.uint8]]

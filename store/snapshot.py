@@ -166,13 +166,14 @@ class Snapshot:
         self._conflicts: set[Who] = set()
 
     def _visible(self, writer: str) -> list[CommitFile]:
-        limit, files = self.lineage.last_seq(writer), writer_files(self.log.path, writer)
+        limit = self.lineage.last_seq(writer)
+        files = writer_files(self.log.path, writer, limit)
         if limit is not None and len(files) <= limit:
             raise LogGap(
                 f"{writer}: commit {len(files)} is missing, though an epoch record says that "
                 f"{limit} was visible; run `molt doctor` on the log"
             )
-        return files if limit is None else files[: limit + 1]
+        return files
 
     def entries(self, stream: str) -> Iterator[tuple[CommitFile, list[Entry]]]:
         for file in self.files.get(stream, []):

@@ -7,10 +7,14 @@ the prompt is issued again.
 """
 
 import asyncio
+import contextlib
+import functools
 import inspect
 import json
+import threading
 import time
 from collections.abc import Sequence
+from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -138,7 +142,7 @@ class RolloutWorker:
 
     async def _turns(self, rollout: "_Rollout") -> None:
         env: Env = await _agent_call("agent.env", self.env_class)
-        messages: Messages = await _agent_call("reset", env.reset, rollout.a.prompt)
+        messages = checked_messages(await _agent_call("reset", env.reset, rollout.a.prompt))
         prompt_ids = render(self.tokenizer, messages)
         done = await self.engine.generate(rollout.request_id, prompt_ids, rollout.sampling)
         text = self.tokenizer.decode(done.token_ids, skip_special_tokens=True)
@@ -147,7 +151,7 @@ class RolloutWorker:
         rollout.tickets.append(self.writer.append("segments", segment))
         rollout.segments.append(segment)
         reply = Reply(text=text, finish_reason=done.finish_reason, n_tokens=len(done.token_ids))
-        turn: Turn = await _agent_call("step", env.step, reply)
+        turn = checked_turn(await _agent_call("step", env.step, reply))
         for name, value in turn.rewards.items():
             reward = rollout.reward(name, value, self.config.agent.env)
             rollout.tickets.append(self.writer.append("rewards", reward))
@@ -159,9 +163,9 @@ def render(tokenizer: Any, messages: Messages) -> list[int]:
     """The prompt's ids: the template is applied once, and never to a sampled reply."""
     try:
         text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
     except Exception as error:
         raise RolloutFailed(f"chat template: {type(error).__name__}: {error}") from error
-    ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
     return ids
 
 
@@ -169,9 +173,14 @@ async def encode_prompt(config: Config, tokenizer: Any, prompt: dict[str, Any]) 
     """The ids with which a rollout of `prompt` opens; ConfigError if the agent fails on it."""
     env_class = resolve(config.agent.env, "agent.env")
     try:
-        env = await _agent_call("agent.env", env_class)
-        messages = await _agent_call("reset", env.reset, prompt)
-        return render(tokenizer, messages)
+        async with asyncio.timeout(config.agent.deadline_s):
+            env = await _agent_call("agent.env", env_class)
+            messages = checked_messages(await _agent_call("reset", env.reset, prompt))
+            return render(tokenizer, messages)
+    except TimeoutError:
+        raise ConfigError(
+            f"{config.agent.env} did not open prompt {prompt} in {config.agent.deadline_s:g} s"
+        ) from None
     except RolloutFailed as error:
         raise ConfigError(f"{config.agent.env} cannot open prompt {prompt}: {error}") from error
 
@@ -193,13 +202,53 @@ def judge_segment(k: int, context: list[int], pieces: Sequence[Completion]) -> S
 
 
 async def _agent_call(what: str, call: Any, *args: Any) -> Any:
-    """Run the user's code off the event loop; its exception becomes the rollout's reason."""
+    """Run the user's code off the event loop; whatever it raises is the rollout's reason."""
     try:
         if inspect.iscoroutinefunction(call):
             return await call(*args)
-        return await asyncio.to_thread(call, *args)
-    except Exception as error:
+        return await in_thread(call, *args)
+    except (Exception, SystemExit, KeyboardInterrupt) as error:
         raise RolloutFailed(f"agent {what}: {type(error).__name__}: {error}") from error
+
+
+async def in_thread(call: Any, *args: Any) -> Any:
+    """A call in a daemon thread of its own: one that hangs keeps nobody waiting, nor the exit."""
+    future: Future[Any] = Future()
+
+    def run() -> None:
+        try:
+            result = call(*args)
+        except BaseException as error:
+            outcome = functools.partial(future.set_exception, error)
+        else:
+            outcome = functools.partial(future.set_result, result)
+        with contextlib.suppress(InvalidStateError):  # the deadline has cancelled it meanwhile
+            outcome()
+
+    threading.Thread(target=run, name="molt-agent", daemon=True).start()
+    return await asyncio.wrap_future(future)
+
+
+def checked_messages(messages: Any) -> Messages:
+    """What `reset` returned, if it can be rendered and recorded; RolloutFailed if not."""
+    if not isinstance(messages, list) or not all(isinstance(m, dict) for m in messages):
+        raise RolloutFailed(f"agent reset returned {messages!r:.200}, not a list of message dicts")
+    if not messages:
+        raise RolloutFailed("agent reset returned no messages")
+    try:
+        json.dumps(messages, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise RolloutFailed(f"agent messages are not JSON: {error}") from None
+    return messages
+
+
+def checked_turn(turn: Any) -> Turn:
+    """What `step` returned, if it is a Turn with named rewards; RolloutFailed if not."""
+    if not isinstance(turn, Turn):
+        raise RolloutFailed(f"agent step returned {turn!r:.200}, not a Turn")
+    if not isinstance(turn.rewards, dict) or not all(isinstance(k, str) for k in turn.rewards):
+        raise RolloutFailed(f"agent rewards are {turn.rewards!r:.200}, not a dict of name -> value")
+    return turn
 
 
 class _Rollout:
@@ -256,7 +305,8 @@ class _Rollout:
         return self.sampling.untrainable_reason()
 
     def reward(self, name: str, value: float | None, source: str) -> RewardRow:
-        if value is not None and not isinstance(value, int | float | np.number):
+        number = isinstance(value, int | float | np.number) and not isinstance(value, bool)
+        if value is not None and not number:
             raise RolloutFailed(f"agent reward '{name}' is {value!r}, not a number or None")
         return RewardRow(
             rollout_id=self.a.rollout_id,

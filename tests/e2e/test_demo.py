@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from runs import Train, molt, sql
+from launch import Train, molt, sql
 from test_run import MISSING, TWICE, UNSETTLED
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(1500)]

@@ -8,7 +8,7 @@ from typing import Any
 import factories as make
 import numpy as np
 import pytest
-from runs import CONFIG
+from launch import CONFIG
 from tiny import Rig, load, perturb, tiny_tied_llama
 
 from molt.config import load as load_config

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from runs import Train, molt, sql
+from launch import Train, molt, sql
 from tiny import tiny_tied_llama
 
 from molt.config import load, to_dict

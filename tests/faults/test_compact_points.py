@@ -1,6 +1,7 @@
 """Compaction and retention die, or fail, at every file-system call: no row is lost or doubled."""
 
 import errno
+import json
 import os
 import shutil
 from collections.abc import Callable, Iterator
@@ -61,9 +62,10 @@ def small(path: Path) -> Log:
             w.flush()
     log.control.put("drop", [make.drop_row("train-0"), make.drop_row("train-1")], {})
     (path / "checkpoints" / "1-1").mkdir()
-    (path / "checkpoints" / "1-1" / "COMPLETE").write_bytes(b"{}")
-    row = {"epoch": 1, "step": 1, "path": "checkpoints/1-1", "bytes": 0, "files": []}
-    log.control.put("checkpoint", [{**row, "state_digest": "a"}])
+    marker = {"epoch": 1, "step": 1, "state_digest": "a"}
+    (path / "checkpoints" / "1-1" / "COMPLETE").write_text(json.dumps(marker))
+    row = {**marker, "path": "checkpoints/1-1", "bytes": 0, "files": []}
+    log.control.put("checkpoint", [row])
     return log
 
 

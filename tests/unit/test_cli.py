@@ -127,3 +127,16 @@ def test_a_wrong_key_is_exit_2() -> None:
     demo = Path(__file__).parents[2] / "molt" / "recipes" / "demo.toml"
     found = run("train", str(demo), "--set", "train.learning=1")
     assert found.returncode == 2 and "train.learning" in found.stderr
+
+
+def test_a_limit_that_stops_a_scan_early_ends_well(log: Log) -> None:
+    """Readers that go on in threads of their own would take the process down at its end."""
+    with log.writer(linger_s=60) as w:
+        w.append("prompts", make.prompt(0, n=200))
+        for k in range(200):
+            make.append_rollout(w, f"train-0/{k}")
+    query = "select group_id from segments limit 1"
+    for _ in range(3):
+        found = run("sql", str(log.path), query, "--format=csv")
+        assert found.returncode == 0, found.stderr
+        assert found.stdout.split() == ["group_id", "train-0"]

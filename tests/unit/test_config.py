@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from molt.agents.env import resolve
-from molt.config import difference, load
+from molt.config import LOSS_NAMES, difference, load
 from molt.data import Prompts
 from molt.model import resolve_model
 from molt.schemas.errors import ConfigError
@@ -33,11 +33,21 @@ def test_the_demo_loads_and_overrides_apply() -> None:
         ("algo.drop_equal=1", "'algo.drop_equal' must be bool"),
         ("sampling.temperature=0.001", "temperature"),
         ("sampling.max_tokens=0", "max_tokens"),
+        ('train.betas=["a", 1]', "'train.betas' must be float"),
+        ("train.betas=[0.9]", "train.betas"),
+        ("algo.loss=ppo", "algo.loss is 'ppo'"),
+        ("algo.advantage=gae", "algo.advantage is 'gae'"),
+        ("agent.env=no_such_module:X", "agent.env"),
     ],
 )
 def test_mistakes_are_named(override: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         load(DEMO, [override])
+
+
+def test_the_names_of_losses_are_those_that_exist() -> None:
+    algo = pytest.importorskip("molt.train.algo", reason="needs torch")
+    assert set(algo.LOSSES) == LOSS_NAMES
 
 
 def test_a_missing_file_and_bad_toml(tmp_path: Path) -> None:

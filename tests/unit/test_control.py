@@ -6,7 +6,7 @@ import factories as make
 import pytest
 
 from molt.schemas.control import CONTROL, HEADERS
-from molt.schemas.errors import Fenced, LogCorrupt, LogGap, SegmentRejected
+from molt.schemas.errors import ConfigError, Fenced, LogCorrupt, LogGap, SegmentRejected
 from molt.store import Log
 from molt.store.control import lineage_of, read_records
 
@@ -133,7 +133,7 @@ def test_a_fork_of_a_fork_takes_the_shorter_cut(log: Log) -> None:
 
 
 def test_an_unknown_epoch_is_named(log: Log) -> None:
-    with pytest.raises(LogCorrupt, match=r"no epoch 7 in this log; known: \[1\]"):
+    with pytest.raises(ConfigError, match=r"no epoch 7 in this log; known: \[1\]"):
         lineage_of(log.records(), epoch=7)
 
 
@@ -153,3 +153,19 @@ def test_creating_a_log_twice_opens_the_first(log: Log) -> None:
     assert Log.create(log.path, run_id="other").run_id == "run"
     assert len(read_records(log.path)) == 2
     assert oct(log.path.stat().st_mode & 0o777) == "0o700"
+
+
+def test_an_epoch_does_not_give_up_what_lies_behind_a_gap(tiny: Log) -> None:
+    """A start must not close a writer at a hole: what lies behind would be invisible for ever."""
+    with tiny.writer(2) as w:
+        for k in range(3):
+            w.append("rewards", make.reward(f"train-9/{k}"))
+            w.flush()
+        name = w.name
+    (tiny.path / "data" / name / "000000" / "0000000001.rewards.arrow").unlink()
+    before = len(tiny.records())
+    with pytest.raises(LogGap, match="commit 1 is missing, 2 is there"):
+        make.open_epoch(tiny)
+    assert len(tiny.records()) == before
+    with pytest.raises(LogGap, match="commit 1 is missing"):
+        tiny.sql("select count(*) from rewards").fetchall()

@@ -1,5 +1,6 @@
 """The doctor finds every kind of damage and names the file; what is no damage stays quiet."""
 
+import json
 import shutil
 from pathlib import Path
 
@@ -190,6 +191,13 @@ def test_checkpoints_are_complete_or_retired(tiny: Log) -> None:
     (folder / "COMPLETE").unlink()
     assert "COMPLETE" in problems(tiny.path)[0][1]
     shutil.rmtree(folder)
+    newest = tiny.path / "checkpoints" / "2-3"
+    newest.mkdir()
+    marker = {"epoch": 2, "step": 3, "state_digest": "c" * 16}
+    (newest / "COMPLETE").write_text(json.dumps(marker))
+    row = {**marker, "path": "checkpoints/2-3", "bytes": 0, "files": []}
+    tiny.control.next_n, tiny.control.epoch = len(tiny.records()), 2
+    tiny.control.put("checkpoint", [row])
     report = doctor(tiny.path)
     assert report["ok"] and report["retired_checkpoints"] == 1
 
@@ -220,3 +228,24 @@ def test_no_error_of_arrow_escapes(log: Log) -> None:
     path.parent.mkdir(parents=True)
     path.write_bytes(raw)
     assert "not in the schema that it names" in problems(log.path)[0][1]
+
+
+def test_a_plan_whose_rows_are_gone_is_damage(tiny: Log) -> None:
+    writer = min((tiny.path / "data").iterdir())
+    shutil.rmtree(writer)
+    found = [why for _, why in problems(tiny.path)]
+    assert any("step 1 trained train-0/0 from it" in why for why in found), found
+
+
+def test_a_lost_control_log_is_damage(tiny: Log) -> None:
+    for record in (tiny.path / "train").iterdir():
+        record.unlink()
+    assert any("no record of that epoch" in why for _, why in problems(tiny.path))
+
+
+def test_the_newest_checkpoint_must_be_there_and_its_marker_whole(tiny: Log) -> None:
+    folder = tiny.path / "checkpoints" / "2-2"
+    (folder / "COMPLETE").write_bytes(b"")
+    assert "sound COMPLETE marker" in problems(tiny.path)[0][1]
+    shutil.rmtree(folder)
+    assert "newest checkpoint is gone" in problems(tiny.path)[0][1]

@@ -1,6 +1,7 @@
 """Retention lets nothing go that a checkpoint, a reader or an open group needs (P37)."""
 
 import json
+import shutil
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -26,9 +27,9 @@ SHAPE = routing_metadata(layers=2, top_k=2, n_experts=8)
 def checkpoint(log: Log, step: int, *, epoch: int = 1) -> None:
     path = f"checkpoints/{epoch}-{step}"
     (log.path / path).mkdir()
-    (log.path / path / "COMPLETE").write_bytes(b"{}")
-    row = {"epoch": epoch, "step": step, "path": path, "bytes": 0, "files": []}
-    log.control.put("checkpoint", [{**row, "state_digest": "a"}])
+    marker = {"epoch": epoch, "step": step, "state_digest": "a"}
+    (log.path / path / "COMPLETE").write_text(json.dumps(marker))
+    log.control.put("checkpoint", [{**marker, "path": path, "bytes": 0, "files": []}])
 
 
 def drop(log: Log, *ordinals: int) -> None:
@@ -92,6 +93,8 @@ def test_nothing_retires_without_a_checkpoint_or_by_a_dry_run(log: Log) -> None:
     found = retire(log, now=NOW)
     assert found["dry_run"] and found["commits"] == {"segments": 2} and found["bytes"] > 1000
     assert left(log) == ["train-0", "train-1"] and not (log.path / "cold").exists()
+    (log.path / "checkpoints" / "1-1" / "COMPLETE").write_text("{")
+    assert retire(log, now=NOW)["commits"] == {}, "redo cannot begin at a damaged checkpoint"
 
 
 def test_the_floor_is_that_of_the_oldest_kept_checkpoint(log: Log) -> None:
@@ -102,11 +105,11 @@ def test_the_floor_is_that_of_the_oldest_kept_checkpoint(log: Log) -> None:
     log.control.put("plan", [make.plan_row("train-2/0", [])], make.plan_header(2))
     checkpoint(log, 1, epoch=2)
     assert retire(log, now=NOW)["commits"] == {}
-    (log.path / "checkpoints" / "2-1" / "COMPLETE").unlink()
+    shutil.rmtree(log.path / "checkpoints" / "2-1")
     assert retire(log, now=NOW)["floors"] == {writer: 1}
     drop(log, 0, 1)
     checkpoint(log, 2, epoch=2)
-    (log.path / "checkpoints" / "1-1" / "COMPLETE").unlink()
+    shutil.rmtree(log.path / "checkpoints" / "1-1")
     assert retire(log, now=NOW, dry_run=False)["floors"] == {writer: 4}
     assert left(log) == []
 
@@ -131,7 +134,7 @@ def test_evaluation_stays_and_does_not_hold_the_floor(log: Log) -> None:
     assert retire(log, now=NOW, dry_run=False)["commits"] == {}
     drop(log, 2)
     checkpoint(log, 2)
-    (log.path / "checkpoints" / "1-1" / "COMPLETE").unlink()
+    shutil.rmtree(log.path / "checkpoints" / "1-1")
     assert retire(log, now=NOW, dry_run=False)["commits"] == {"segments": 3}
     assert left(log) == ["eval-0"]
 
