@@ -145,6 +145,21 @@ def parser() -> argparse.ArgumentParser:
     add_format(c, ["table", "json"])
 
     c = command(
+        "compact",
+        run_compact,
+        "Move settled commits into cold Parquet files; --retire lets old tokens go.",
+        "molt compact runs/demo --all",
+    )
+    c.add_argument("log")
+    c.add_argument("--all", action="store_true", help="every commit of closed writers too")
+    c.add_argument(
+        "--retire", action="store_true", help="print what no kept checkpoint and no reader needs"
+    )
+    c.add_argument("--routing-keep", choices=["checkpoint", "all", "none"], default="checkpoint")
+    c.add_argument("--yes", action="store_true", help="with --retire: delete it")
+    add_format(c, ["table", "json"])
+
+    c = command(
         "show",
         run_show,
         "One rollout, its tokens coloured by logprob.",
@@ -358,6 +373,36 @@ def run_doctor(args: argparse.Namespace) -> int:
             print(f"DAMAGED {problem['file']}: {problem['why']}")
         print("ok" if found["ok"] else f"{len(found['problems'])} problem(s)")
     return 0 if found["ok"] else 1
+
+
+def run_compact(args: argparse.Namespace) -> int:
+    from datetime import UTC, datetime
+
+    from rich.console import Console
+    from rich.progress import Progress
+
+    from molt.store import Log
+    from molt.store.compact import compact
+    from molt.store.retention import retire
+
+    log, console = Log.open(args.log), Console(file=sys.stderr)
+    if args.retire:
+        found = retire(log, now=datetime.now(UTC), routing=args.routing_keep, dry_run=not args.yes)
+    else:
+        with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
+            task = progress.add_task("compacting", total=None)
+            found = compact(
+                log,
+                everything=args.all,
+                progress=lambda done, total: progress.update(task, completed=done, total=total),
+            )
+    if args.format == "json":
+        print(json.dumps(found))
+    else:
+        print_rows(["what", "value"], [[k, str(v)] for k, v in found.items()], "table")
+        if args.retire and not args.yes:
+            print("nothing was deleted; repeat with --yes")
+    return 0
 
 
 def run_show(args: argparse.Namespace) -> int:

@@ -28,6 +28,10 @@ class LogGap(MoltError, OSError):
     """A sequence number of a writer stayed invisible for longer than the limit."""
 
 
+class Retired(MoltError, LookupError):
+    """A commit that retention has removed on purpose; names the first available one."""
+
+
 class WriterClosed(MoltError, RuntimeError):
     """An appender that was closed, killed by an error, or carried over a fork."""
 

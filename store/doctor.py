@@ -5,6 +5,7 @@ is the digest and length of its segment. Damage is reported and never repaired.
 """
 
 import json
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,6 +17,8 @@ from molt.schemas.check import Parent, check_enums, check_routing_shape, check_r
 from molt.schemas.columns import normalise, to_rows
 from molt.schemas.control import CONTROL, HEADERS
 from molt.schemas.errors import LogCorrupt, MoltError, SegmentRejected
+from molt.store.cold import FOLDER, ColdFile, check_address, load
+from molt.store.cold import NAME as COLD_NAME
 from molt.store.commit import Commit
 from molt.store.control import NAME, Lineage, Record, lineage_of, read_control_commit, to_record
 from molt.store.files import names
@@ -27,6 +30,7 @@ from molt.store.reader import (
     END,
     WRITER_NAME,
     CommitFile,
+    cold_commits,
     parse_name,
     read_commit,
     writer_epoch,
@@ -44,18 +48,23 @@ class _Report:
     rows: int = 0
     bytes: int = 0
     invisible: int = 0
+    retired: int = 0
     retired_checkpoints: int = 0
     by_stream: dict[str, dict[str, int]] = field(default_factory=dict)
     leftovers: list[str] = field(default_factory=list)
     problems: list[dict[str, str]] = field(default_factory=list)
+    told: set[tuple[str, str]] = field(default_factory=set)
 
     def problem(self, path: Path, why: object) -> None:
-        self.problems.append({"file": str(path.relative_to(self.log)), "why": str(why)})
+        found = (str(path.relative_to(self.log)), str(why))
+        if found not in self.told:  # a cold row group holds many commits
+            self.told.add(found)
+            self.problems.append({"file": found[0], "why": found[1]})
 
-    def count(self, stream: str, rows: int, size: int) -> None:
-        self.commits, self.rows = self.commits + 1, self.rows + rows
+    def count(self, stream: str, rows: int, size: int, commits: int = 1) -> None:
+        self.commits, self.rows = self.commits + commits, self.rows + rows
         one = self.by_stream.setdefault(stream, {"commits": 0, "rows": 0, "bytes": 0})
-        for name, n in (("commits", 1), ("rows", rows), ("bytes", size)):
+        for name, n in (("commits", commits), ("rows", rows), ("bytes", size)):
             one[name] += n
 
     def listing(self, folder: Path) -> list[str]:
@@ -74,9 +83,10 @@ def doctor(path: str | Path, progress: Progress | None = None) -> dict[str, Any]
     """Verify the log at `path`; `progress(done_bytes, total_bytes)` is called after each file.
 
     Returns {"ok", "commits", "rows", "bytes", "problems": [{"file", "why"}], "by_stream",
-    "invisible", "leftovers", "retired_checkpoints"}. `invisible` counts commits behind their
-    writer's end: rows of a fenced worker, no damage. Raises FileNotFoundError if there is no log
-    and SchemaMismatch for a newer format.
+    "invisible", "leftovers", "retired", "retired_checkpoints"}. `invisible` counts commits behind
+    their writer's end: rows of a fenced worker, no damage; `retired` those that retention removed;
+    `leftovers` are files of interrupted publishes and compactions. Raises FileNotFoundError if
+    there is no log and SchemaMismatch for a newer format.
     """
     log = Path(path).absolute()
     report = _Report(log, progress or (lambda done, total: None), _total_bytes(log))
@@ -98,13 +108,14 @@ def doctor(path: str | Path, progress: Progress | None = None) -> dict[str, Any]
         "by_stream": report.by_stream,
         "invisible": report.invisible,
         "leftovers": report.leftovers,
+        "retired": report.retired,
         "retired_checkpoints": report.retired_checkpoints,
     }
 
 
 def _total_bytes(log: Path) -> int:
-    folders = (log / CONTROL_DIR, log / "data")
-    return sum(p.stat().st_size for f in folders for p in f.rglob("*.arrow"))
+    folders = ((CONTROL_DIR, "*.arrow"), ("data", "*.arrow"), (FOLDER, "*.parquet"))
+    return sum(p.stat().st_size for f, pattern in folders for p in (log / f).rglob(pattern))
 
 
 def _control(report: _Report) -> list[Record]:
@@ -155,9 +166,11 @@ class _Data:
     later: dict[CommitFile, list[int]] = field(default_factory=dict)
     n_rows: dict[tuple[str, int], int] = field(default_factory=dict)
     """(writer, seq) -> rows of each commit that was read whole."""
+    cold: list[ColdFile] = field(default_factory=list)
 
     def run(self) -> None:
         data = self.report.log / "data"
+        self._cold_files()
         epochs = [writer_epoch(w) for w in names(data) if WRITER_NAME.fullmatch(w)]
         if max(epochs, default=0) > self.lineage.newest_epoch:
             self.report.problem(
@@ -181,7 +194,8 @@ class _Data:
         for file in self._files(writer):
             if limit is not None and file.seq > limit:
                 self.report.invisible += 1
-                self.report.read(file.path.stat().st_size)
+                if not file.cold:
+                    self.report.read(file.path.stat().st_size)
                 continue
             if file.seq < expected:
                 self.report.problem(file.path, f"two commits of {writer} have number {file.seq}")
@@ -195,7 +209,35 @@ class _Data:
             folder = self.report.log / "data" / writer / f"{n // BUCKET:06d}"
             self.report.problem(folder, f"commit {n} of {writer} is missing")
 
-    def _files(self, writer: str) -> Iterator[CommitFile]:
+    def _cold_files(self) -> None:
+        """The cold files whose footer is whole. Their rows are verified in their writers' order."""
+        folder = self.report.log / FOLDER
+        for stream in self.report.listing(folder):
+            for name in self.report.listing(folder / stream):
+                path = folder / stream / name
+                if not COLD_NAME.fullmatch(name):
+                    self.report.problem(path, "not the name of a cold file")
+                    continue
+                try:
+                    file = load(path)
+                    self.cold.append(file)
+                    self.report.count(stream, 0, path.stat().st_size, commits=0)
+                    check_address(file)
+                except (MoltError, OSError) as error:
+                    self.report.problem(path, error)
+                self.report.read(path.stat().st_size)
+
+    def _files(self, writer: str) -> list[CommitFile]:
+        """Hot commits and those that cold files cover; a hot file that cold covers is left over."""
+        hot = list(self._hot_files(writer))
+        cold = {f.seq: f for f in cold_commits(self.cold, writer)}
+        for file in (f for f in hot if f.seq in cold):
+            self.report.leftovers.append(str(file.path.relative_to(self.report.log)))
+            self.report.read(file.path.stat().st_size)
+        rest = [f for f in hot if f.seq not in cold]
+        return sorted([*rest, *cold.values()], key=lambda f: f.seq)
+
+    def _hot_files(self, writer: str) -> Iterator[CommitFile]:
         folder = self.report.log / "data" / writer
         for bucket in self.report.listing(folder):
             if not BUCKET_NAME.fullmatch(bucket):
@@ -209,7 +251,11 @@ class _Data:
                     yield file
 
     def _commit(self, file: CommitFile) -> None:
-        size = file.path.stat().st_size
+        if file.retired:
+            self.report.retired += 1
+            self.n_rows[file.writer, file.seq] = sys.maxsize  # what a plan names was there
+            return
+        size = 0 if file.cold else file.path.stat().st_size
         try:
             commit = read_commit(file)
             for i, row in enumerate(to_rows(commit.table)):
@@ -266,7 +312,8 @@ def _fits(row: Mapping[str, Any], parent: Parent) -> bool:
     return bool(segment_digest(row, parent.digest) == row["digest"])
 
 
-def _marker_fits(path: Path, row: Mapping[str, Any]) -> bool:
+def marker_fits(path: Path, row: Mapping[str, Any]) -> bool:
+    """True if a checkpoint's marker is that of its record."""
     try:
         found = json.loads(path.read_bytes())
     except (OSError, ValueError):
@@ -307,7 +354,7 @@ def _checkpoints(report: _Report, records: list[Record]) -> None:
             report.retired_checkpoints += 1
             if row is rows[-1]:
                 report.problem(folder, "the newest checkpoint is gone; a resume redoes more")
-        elif not _marker_fits(folder / "COMPLETE", row):
+        elif not marker_fits(folder / "COMPLETE", row):
             report.problem(folder, "a recorded checkpoint without a sound COMPLETE marker")
         else:
             for file in row["files"]:

@@ -9,6 +9,7 @@ import contextlib
 import errno
 import os
 import secrets
+from collections.abc import Iterable
 from pathlib import Path
 
 from molt.schemas.errors import MoltError
@@ -60,6 +61,29 @@ def publish(final: Path, data: bytes | bytearray) -> None:
         fsync_dir(final.parent)
     except OSError as error:
         raise PublishUnknown(error.errno, f"fsync of {final.parent} failed: {error}") from error
+
+
+def replace(final: Path, data: bytes) -> None:
+    """Put `data` under `final`, whatever was there; only for `readers/`, never for log data."""
+    temp = final.parent / f".{final.name}.{os.getpid()}.{secrets.token_hex(4)}"
+    try:
+        _write_durable(temp, data)
+        os.rename(temp, final)
+    finally:
+        with contextlib.suppress(OSError):
+            os.unlink(temp)
+    fsync_dir(final.parent)
+
+
+def remove(paths: Iterable[Path]) -> None:
+    """Delete files whose rows are durable elsewhere, or retired; those already gone are fine."""
+    folders = set()
+    for path in paths:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(path)
+        folders.add(path.parent)
+    for folder in sorted(folders):
+        fsync_dir(folder)
 
 
 def _write_durable(path: Path, data: bytes | bytearray) -> None:

@@ -142,6 +142,7 @@ class Fold:
 
     def __init__(self, tail: Tail) -> None:
         self.tail = tail
+        tail.skip_retired = True  # what retires belongs to settled groups, and those are forgotten
         self.groups: dict[str, Group] = {}
         self.settled: dict[str, Ordinals] = {}
         self.next_ordinal: dict[str, int] = {}

@@ -3,17 +3,20 @@
 Nothing here repairs or skips: a commit is delivered whole or `LogCorrupt` says which one is not.
 """
 
-import os
+import errno
 import re
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+
 from molt.schemas.columns import to_rows
-from molt.schemas.errors import LogCorrupt, LogGap
+from molt.schemas.errors import LogCorrupt, LogGap, Retired
 from molt.schemas.records import Ref
+from molt.store.cold import ColdFile, cold_file, cold_files, read_cold, schema_of
 from molt.store.commit import Commit, decode
 from molt.store.files import names
 
@@ -28,12 +31,22 @@ BUCKET_NAME = re.compile(r"[0-9]{6}")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommitFile:
-    """A commit's place, from its path alone."""
+    """A commit's place: its own hot file, or the cold file that covers it."""
 
     path: Path
     writer: str
     seq: int
     stream: str
+    retired: bool = False
+    """True if `path` only says that the commit is gone on purpose."""
+
+    @property
+    def cold(self) -> bool:
+        return self.path.suffix == ".parquet"
+
+    @property
+    def log(self) -> Path:
+        return self.path.parents[2 if self.cold else 3]
 
 
 def commit_path(log: Path, writer: str, seq: int, stream: str) -> Path:
@@ -69,19 +82,14 @@ def bucket_files(log: Path, writer: str, bucket: int) -> list[CommitFile]:
 
 
 def writer_files(log: Path, writer: str, last_seq: int | None = None) -> list[CommitFile]:
-    """All commits of a writer up to `last_seq` (None: all), dense from 0.
+    """All commits of a writer up to `last_seq` (None: all), dense from 0, retired ones too.
 
     LogGap if a number is missing with a later one present, also at a second look (late visibility):
     what lies behind a gap must neither be shown nor be given up silently.
     """
     for last in (False, True):
-        files = [
-            f
-            for bucket in names(log / "data" / writer)
-            if bucket.isdecimal()
-            for f in bucket_files(log, writer, int(bucket))
-            if last_seq is None or f.seq <= last_seq
-        ]
+        found = all_files(log, writer)
+        files = [f for f in found if last_seq is None or f.seq <= last_seq]
         gap = next((i for i, f in enumerate(files) if f.seq != i), None)
         if gap is None:
             return files
@@ -94,15 +102,91 @@ def writer_files(log: Path, writer: str, last_seq: int | None = None) -> list[Co
     raise AssertionError("unreachable")
 
 
+def all_files(log: Path, writer: str) -> list[CommitFile]:
+    """A writer's commits wherever they are, by number; hot is listed before cold."""
+    hot = hot_files(log, writer)
+    return merged(hot, cold_commits(cold_files(log), writer))
+
+
+def hot_files(log: Path, writer: str) -> list[CommitFile]:
+    """The commits in a writer's own directory, by number; visible or not."""
+    return [
+        f
+        for bucket in names(log / "data" / writer)
+        if BUCKET_NAME.fullmatch(bucket)
+        for f in bucket_files(log, writer, int(bucket))
+    ]
+
+
+def dense(files: list[CommitFile]) -> list[CommitFile]:
+    """Up to the first gap."""
+    return files[: next((i for i, f in enumerate(files) if f.seq != i), len(files))]
+
+
+def cold_commits(
+    files: Iterable[ColdFile], writer: str, first: int = 0, end: int | None = None
+) -> list[CommitFile]:
+    """A writer's commits in [first, end) that cold files cover; tombstones win."""
+    found = {}
+    for file in sorted(files, key=lambda f: f.n):
+        for seq in file.seqs_of(writer, first, end):
+            found[seq] = CommitFile(
+                path=file.path, writer=writer, seq=seq, stream=file.stream, retired=file.retired
+            )
+    return [found[seq] for seq in sorted(found)]
+
+
+def merged(hot: Iterable[CommitFile], cold: Iterable[CommitFile]) -> list[CommitFile]:
+    """Hot commits less those that cold covers, and the cold ones, by number."""
+    by_seq = {f.seq: f for f in hot} | {f.seq: f for f in cold}
+    return [by_seq[seq] for seq in sorted(by_seq)]
+
+
+def located(file: CommitFile) -> CommitFile:
+    """Where a commit is that has left its file: FileNotFoundError if nowhere, or Retired."""
+    found = _in_cold(file.log, file.writer, file.seq)
+    if found is None or found.path == file.path:
+        raise FileNotFoundError(errno.ENOENT, "this commit is not in the log", str(file.path))
+    return found
+
+
+def _in_cold(log: Path, writer: str, seq: int) -> CommitFile | None:
+    covering = [f for f in cold_files(log) if f.index(writer, seq) is not None]
+    for file in cold_commits(covering, writer, seq, seq + 1):
+        if file.retired:
+            raise retired(log, file)
+        return file
+    return None
+
+
+def retired(log: Path, file: CommitFile) -> Retired:
+    """The error for a reader below the floor: names the first commit that it can still have."""
+    later = (f.seq for f in all_files(log, file.writer) if _follows(f, file))
+    first = next(later, None)
+    where = f"{file.writer}/{file.seq}.{file.stream}: commit {file.seq} was retired, "
+    return Retired(where + ("none is left" if first is None else f"first available is {first}"))
+
+
+def _follows(f: CommitFile, file: CommitFile) -> bool:
+    return f.seq > file.seq and f.stream == file.stream and not f.retired
+
+
 def read_bytes(path: Path) -> bytes:
     with open(path, "rb") as f:
         return f.read()
 
 
 def read_commit(file: CommitFile, columns: list[str] | None = None) -> Commit:
-    """A verified commit; read once more before damage is believed (late visibility)."""
+    """A verified commit; read once more before damage is believed (late visibility).
+
+    A commit that compaction has moved since `file` was listed is read from where it is now.
+    """
+    if file.retired:
+        raise retired(file.log, file)
     for last in (False, True):
         try:
+            if file.cold:
+                return read_cold(file.path, file.writer, file.seq, columns)
             return decode(
                 read_bytes(file.path),
                 stream=file.stream,
@@ -113,7 +197,53 @@ def read_commit(file: CommitFile, columns: list[str] | None = None) -> Commit:
         except LogCorrupt:
             if last:
                 raise
+        except FileNotFoundError:
+            if last:
+                raise
+            file = located(file)
     raise AssertionError("unreachable")
+
+
+def together(files: Sequence[CommitFile]) -> Iterator[list[CommitFile]]:
+    """The same commits in order, those that lie side by side in one cold row group together."""
+    run: list[CommitFile] = []
+    last: tuple[Path, int, int] | None = None
+    for file in files:
+        place = None
+        if (
+            file.cold
+            and (i := (cold := cold_file(file.path)).index(file.writer, file.seq)) is not None
+        ):
+            place = (file.path, cold.group_of(i), i)
+        if run and (place is None or last is None or place != (last[0], last[1], last[2] + 1)):
+            yield run
+            run = []
+        run.append(file)
+        last = place
+    if run:
+        yield run
+
+
+def read_together(run: Sequence[CommitFile], columns: list[str] | None = None) -> pa.Table:
+    """The rows of one list that `together` gave."""
+    first = run[0]
+    if len(run) == 1:
+        return read_commit(first, columns).table
+    try:
+        return read_cold(first.path, first.writer, first.seq, columns, len(run)).table
+    except FileNotFoundError:
+        return pa.concat_tables([read_commit(f, columns).table for f in run])
+
+
+def read_schema(file: CommitFile) -> pa.Schema:
+    """The schema of a commit that was verified before, without metadata."""
+    if not file.cold:
+        try:
+            with pa.ipc.open_file(file.path) as reader:
+                return reader.schema.remove_metadata()
+        except FileNotFoundError:
+            file = located(file)
+    return schema_of(cold_file(file.path)).remove_metadata()
 
 
 class RowReader:
@@ -145,9 +275,8 @@ class RowReader:
             return self._cache[key][0]
         file = find_commit(self.log, writer, seq)
         commit = read_commit(file)
-        size = os.stat(file.path).st_size
         rows = to_rows(commit.table)
-        self.bytes_read += size
+        self.bytes_read += commit.table.nbytes
         self._cache[key] = (rows, commit.table.nbytes)
         self._cached_bytes += commit.table.nbytes
         while self._cached_bytes > self.cache_bytes_max and len(self._cache) > 1:
@@ -157,11 +286,11 @@ class RowReader:
 
 
 def find_commit(log: Path, writer: str, seq: int) -> CommitFile:
-    """The file of a row address (the stream is in its name); LogCorrupt if it is gone."""
+    """The place of a row address, hot or cold; LogCorrupt if it is gone, Retired if on purpose."""
     for file in bucket_files(log, writer, seq // BUCKET):
         if file.seq == seq:
             return file
-    raise LogCorrupt(
-        f"{writer}/{seq}: this commit is not in the log. If it was retired, replay from a later "
-        "checkpoint; otherwise restore it from a copy"
-    )
+    found = _in_cold(log, writer, seq)
+    if found is None:
+        raise LogCorrupt(f"{writer}/{seq}: this commit is not in the log; restore it from a copy")
+    return found

@@ -1,7 +1,8 @@
 """Commits as DuckDB sees them: a dataset that decodes verified commits while a query runs (I6).
 
-Between the snapshot (which rows count) and the views of sql.py. One commit is decoded at a time,
-only the columns that the query names, so memory does not grow with the log.
+Between the snapshot (which rows count) and the views of sql.py. One commit, or one row group of a
+cold file, is decoded at a time, only the columns that the query names, so memory does not grow with
+the log.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -14,7 +15,7 @@ import pyarrow.compute as pc
 import pyarrow.dataset as ds
 
 from molt.schemas.upgrade import UPGRADES
-from molt.store.reader import CommitFile, read_commit
+from molt.store.reader import CommitFile, read_together, together
 from molt.store.snapshot import ABANDONED, Snapshot
 
 RowMap = tuple[pa.Table, npt.NDArray[np.int64]]
@@ -36,7 +37,7 @@ class CommitDataset(ds.Dataset):  # type: ignore[misc]
         needs: Callable[[list[str]], list[str]],
     ) -> None:
         self._schema, self._rows, self._needs = schema, rows, needs
-        self._parts = [(s, file, state) for s in snapshots for file, state in s.states(stream)]
+        self._parts = [(s, part) for s in snapshots for part in _parts(s, stream)]
         self._whole = any(name == stream for name, _ in UPGRADES)
 
     @property
@@ -54,15 +55,16 @@ class CommitDataset(ds.Dataset):  # type: ignore[misc]
 
     def _batches(self, wanted: list[str], schema: pa.Schema) -> Iterator[pa.RecordBatch]:
         columns = None if self._whole else self._needs(wanted)
-        for snapshot, file, state in self._parts:
+        for snapshot, (files, states) in self._parts:
+            state = np.concatenate(states)
             shown = np.flatnonzero(snapshot.shown(state))
             if not len(shown):
                 continue
-            table = read_commit(file, columns).table
+            table = read_together(files, columns)
             if len(shown) < table.num_rows:
                 table = table.take(shown)
             out, index = self._rows(table, wanted)
-            extras = _address(snapshot, file, shown, state)
+            extras = _address(snapshot, files, states, shown)
             for name in wanted:
                 if name in extras and name not in out.column_names:
                     out = out.append_column(name, extras[name].take(index))
@@ -96,18 +98,29 @@ class CommitScan:
             yield from table.select(self.projected_schema.names).to_batches()
 
 
+States = list[npt.NDArray[np.uint8]]
+
+
+def _parts(snapshot: Snapshot, stream: str) -> Iterator[tuple[list[CommitFile], States]]:
+    found = snapshot.states(stream)
+    at = 0
+    for run in together([file for file, _ in found]):
+        yield run, [state for _, state in found[at : at + len(run)]]
+        at += len(run)
+
+
 def _address(
-    snapshot: Snapshot,
-    file: CommitFile,
-    shown: npt.NDArray[np.int64],
-    state: npt.NDArray[np.uint8],
+    snapshot: Snapshot, files: list[CommitFile], states: States, shown: npt.NDArray[np.int64]
 ) -> dict[str, pa.Array]:
-    n = len(shown)
+    counts = [len(state) for state in states]
+    commit = np.repeat(np.arange(len(files)), counts)[shown]
+    first = np.concatenate([[0], np.cumsum(counts)])
+    state = np.concatenate(states)
     return {
-        "writer": pa.repeat(pa.scalar(file.writer), n),
-        "seq": pa.repeat(pa.scalar(file.seq, pa.int64()), n),
-        "row": pa.array(shown, pa.int32()),
-        "run_id": pa.repeat(pa.scalar(snapshot.log.run_id), n),
+        "writer": pa.array([f.writer for f in files]).take(pa.array(commit)),
+        "seq": pa.array(np.array([f.seq for f in files], np.int64)[commit]),
+        "row": pa.array(shown - first[commit], pa.int32()),
+        "run_id": pa.repeat(pa.scalar(snapshot.log.run_id), len(shown)),
         "abandoned": pa.array(state[shown] == ABANDONED),
     }
 

@@ -1,11 +1,13 @@
 """One consistent snapshot of a log for SQL: verified files, and which of their rows count (I2, I6).
 
-Lists effects before causes: the control log first, then the data. Every file is verified whole once
+Lists effects before causes: the control log first, then the data, hot before cold; what retention
+removed is left out. Every file is verified whole once
 per process before a row of it is used; what is kept of it is one `Entry` of scalars per row.
 A row counts unless it is above its writer's last commit, in an abandoned future, a duplicate of an
 equal row by another writer, or of a rollout whose writers contradict each other ("conflict").
 """
 
+import contextlib
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -17,13 +19,15 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from molt.schemas.columns import to_rows
-from molt.schemas.errors import LogGap
+from molt.schemas.errors import LogGap, Retired
 from molt.store.control import lineage_of, read_records
 from molt.store.log import Log
 from molt.store.reader import (
     END,
     CommitFile,
+    located,
     read_commit,
+    read_schema,
     writer_epoch,
     writer_files,
     writer_names,
@@ -64,20 +68,27 @@ class Entry:
     link: Link | None = None
 
 
-_ENTRIES: dict[str, tuple[tuple[int, int, int], list[Entry]]] = {}
-"""path -> ((inode, size, mtime_ns) at verification, entries): each file is verified once."""
+_ENTRIES: dict[tuple[Path, str, int], tuple[tuple[int, int, int], list[Entry]]] = {}
+"""(log, writer, seq) -> ((inode, size, mtime_ns) of its file at verification, entries)."""
 
 
 def entries_of(file: CommitFile) -> list[Entry]:
-    """The entries of a commit, verified whole. LogCorrupt if it is damaged."""
-    path, stat = str(file.path), os.stat(file.path)
+    """The entries of a commit, verified whole once per process. LogCorrupt if it is damaged."""
+    key = (file.log, file.writer, file.seq)
+    known = _ENTRIES.get(key)
+    try:
+        stat = os.stat(file.path)
+    except FileNotFoundError:
+        if known is not None:
+            return known[1]
+        file = located(file)
+        stat = os.stat(file.path)
     state = (stat.st_ino, stat.st_size, stat.st_mtime_ns)
-    known = _ENTRIES.get(path)
     if known is None or known[0] != state:
         table = read_commit(file).table
         names = [c for c in _INDEXED.get(file.stream, _WHO) if c in table.column_names]
         rows = to_rows(table.select(names)) if names else [{}] * table.num_rows
-        known = _ENTRIES[path] = (state, [_entry(file, row) for row in rows])
+        known = _ENTRIES[key] = (state, [_entry(file, row) for row in rows])
     return known[1]
 
 
@@ -146,6 +157,8 @@ class Snapshot:
         self.files: dict[str, list[CommitFile]] = {}
         for writer in sorted({*writer_names(log.path), *self.lineage.closed}):
             for file in self._visible(writer):
+                if file.retired:
+                    continue
                 self.files.setdefault(file.stream, []).append(file)
         self.files.pop(END, None)
         self._judged = False
@@ -164,7 +177,9 @@ class Snapshot:
 
     def entries(self, stream: str) -> Iterator[tuple[CommitFile, list[Entry]]]:
         for file in self.files.get(stream, []):
-            yield file, entries_of(file)
+            # Retired since the listing: left out, as what retired before it.
+            with contextlib.suppress(Retired):
+                yield file, entries_of(file)
 
     def states(self, stream: str) -> list[tuple[CommitFile, npt.NDArray[np.uint8]]]:
         """Each file of the stream with SHOWN, ABANDONED or DUPLICATE for each of its rows."""
@@ -239,9 +254,4 @@ def stream_schema(snapshots: list[Snapshot], stream: str) -> pa.Schema:
     files = [f for s in snapshots for f in s.files.get(stream, [])]
     for file in files:
         entries_of(file)  # nothing unverified is given to Arrow
-    return pa.unify_schemas([_file_schema(f.path) for f in files], promote_options="permissive")
-
-
-def _file_schema(path: Path) -> pa.Schema:
-    with pa.ipc.open_file(path) as reader:
-        return reader.schema.remove_metadata()
+    return pa.unify_schemas([read_schema(f) for f in files], promote_options="permissive")

@@ -21,7 +21,7 @@ import pyarrow as pa
 
 from molt.schemas.columns import normalise, to_table
 from molt.schemas.control import CONTROL
-from molt.schemas.errors import ConfigError, LogCorrupt
+from molt.schemas.errors import ConfigError, LogCorrupt, Retired
 from molt.schemas.records import Ref
 from molt.schemas.streams import STREAMS
 from molt.store.branches import branches, token_lags
@@ -286,11 +286,17 @@ def _branch_rows(snapshot: Snapshot) -> Rows:
 
 
 def _lag_rows(snapshot: Snapshot) -> Rows:
-    """Trained tokens by lag, from the rows that each plan names: never from its own counts."""
+    """Trained tokens by lag, from the rows that each plan names: never from its own counts.
+
+    Rollouts whose rows are retired are left out, as in the view of segments.
+    """
     for record, lost in _records(snapshot, "plan"):
         for row in record.rows:
             counts: Counter[int] = Counter()
-            rows = _planned_segments(snapshot, record, row)
+            try:
+                rows = _planned_segments(snapshot, record, row)
+            except Retired:
+                continue
             links = {i: SimpleNamespace(n_tokens=len(r["token_ids"]), **r) for i, r in rows.items()}
             for branch in branches(links, {b["tip"] for b in row["branches"]}):
                 for piece in branch.pieces:

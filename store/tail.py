@@ -1,7 +1,8 @@
 """Following the log: each visible commit once, in its writer's order.
 
 A poll lists the control log first and then the data (effects before causes: every row that a plan
-names is found). It never asks for a future name; it scans each open writer's current bucket afresh.
+names is found). It never asks for a future name; it scans each open writer's current bucket afresh,
+and what is not there among the cold files (hot before cold: compaction moves in that direction).
 A missing number with later ones behind it is a gap: wait, then LogGap after `gap_s_max`.
 """
 
@@ -11,10 +12,20 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from molt.schemas.errors import LogGap
+from molt.schemas.errors import LogGap, Retired
+from molt.store.cold import ColdFile, cold_files
 from molt.store.commit import Commit
 from molt.store.control import Lineage, Record, control_numbers, lineage_of, read_record
-from molt.store.reader import BUCKET, END, bucket_files, read_commit, writer_names
+from molt.store.reader import (
+    BUCKET,
+    END,
+    CommitFile,
+    bucket_files,
+    cold_commits,
+    merged,
+    read_commit,
+    writer_names,
+)
 
 TRANSIENT = {errno.ENOENT, errno.ESTALE}
 
@@ -30,7 +41,8 @@ class Tail:
     """A reader's position in one log.
 
     `streams` limits what is read and delivered (None = all); `columns` decodes only those columns
-    of a stream. Example: `for commit in log.tail(streams={"rollouts"}).poll(): ...`.
+    of a stream. A retired commit of these streams raises Retired, unless `skip_retired`.
+    Example: `for commit in log.tail(streams={"rollouts"}).poll()[1]: ...`.
     """
 
     def __init__(
@@ -39,22 +51,26 @@ class Tail:
         *,
         streams: Collection[str] | None = None,
         columns: Mapping[str, list[str]] | None = None,
+        skip_retired: bool = False,
         gap_s_max: float = 60.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.log = log
         self.streams = None if streams is None else frozenset(streams)
         self.columns = dict(columns or {})
+        self.skip_retired = skip_retired
         self.gap_s_max, self.clock = gap_s_max, clock
         self.lineage: Lineage = lineage_of([])
         self.next_n = 0
         self._epochs: list[Record] = []
         self._cursors: dict[str, _Cursor] = {}
+        self._cold: list[ColdFile] | None = None
 
     def poll(self) -> tuple[list[Record], list[Commit]]:
         """What became visible since the last poll: control records, then data commits."""
         records = self._poll_control()
         commits: list[Commit] = []
+        self._cold = None
         for writer in writer_names(self.log):
             cursor = self._cursors.setdefault(writer, _Cursor())
             if not cursor.done:
@@ -88,9 +104,8 @@ class Tail:
     def _poll_writer(self, writer: str, cursor: _Cursor, out: list[Commit]) -> None:
         limit = self.lineage.last_seq(writer)
         while True:
-            bucket = cursor.next_seq // BUCKET
-            files = [f for f in bucket_files(self.log, writer, bucket) if f.seq >= cursor.next_seq]
-            for file in files:
+            first = cursor.next_seq
+            for file in self._bucket(writer, first):
                 if limit is not None and file.seq > limit:
                     cursor.done = True
                     return
@@ -100,9 +115,12 @@ class Tail:
                 if file.stream == END:
                     cursor.done = True
                     return
-                if self.streams is None or file.stream in self.streams:
+                if self._wants(file):
                     try:
                         out.append(read_commit(file, self.columns.get(file.stream)))
+                    except Retired:
+                        if not self.skip_retired:
+                            raise
                     except OSError as error:
                         if error.errno in TRANSIENT:
                             self._gap(writer, cursor, file.seq)
@@ -113,8 +131,25 @@ class Tail:
             if limit is not None and cursor.next_seq > limit:
                 cursor.done = True
                 return
-            if cursor.next_seq // BUCKET == bucket:
+            if cursor.next_seq == first:
                 return
+
+    def _wants(self, file: CommitFile) -> bool:
+        asked = self.streams is None or file.stream in self.streams
+        return asked and not (file.retired and self.skip_retired)
+
+    def _bucket(self, writer: str, first: int) -> list[CommitFile]:
+        """Commits of `first`'s bucket from there on; cold files are listed if there is no hot one.
+
+        Hot commits without a gap may be less than all: the caller asks again behind the last.
+        """
+        bucket = first // BUCKET
+        hot = [f for f in bucket_files(self.log, writer, bucket) if f.seq >= first]
+        if hot and hot[-1].seq - first == len(hot) - 1:
+            return hot
+        if self._cold is None or hot:
+            self._cold = cold_files(self.log)
+        return merged(hot, cold_commits(self._cold, writer, first, (bucket + 1) * BUCKET))
 
     def _gap(self, writer: str, cursor: _Cursor, seen: int) -> None:
         now = self.clock()
