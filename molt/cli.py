@@ -4,6 +4,7 @@ import argparse
 import asyncio
 import contextlib
 import errno
+import functools
 import json
 import os
 import sys
@@ -63,17 +64,28 @@ def parser() -> argparse.ArgumentParser:
     )
     commands = p.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
-    def command(name: str, run: Callable[[Any], int], text: str, example: str) -> Any:
-        c = commands.add_parser(
-            name,
-            help=text,
-            description=text,
-            epilog=f"example:\n  {example}",
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-        )
-        c.set_defaults(run=run)
-        return c
+    command = functools.partial(add_command, commands)
+    training_commands(command)
+    reading_commands(command)
+    upkeep_commands(command)
+    return p
 
+
+def add_command(
+    commands: Any, name: str, run: Callable[[Any], int], text: str, example: str
+) -> argparse.ArgumentParser:
+    c: argparse.ArgumentParser = commands.add_parser(
+        name,
+        help=text,
+        description=text,
+        epilog=f"example:\n  {example}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    c.set_defaults(run=run)
+    return c
+
+
+def training_commands(command: Callable[..., argparse.ArgumentParser]) -> None:
     c = command(
         "train",
         run_train,
@@ -101,6 +113,19 @@ def parser() -> argparse.ArgumentParser:
     add_format(c, ["table", "json"])
 
     c = command(
+        "replay",
+        run_replay,
+        "Execute recorded steps again, from the log alone, and compare bit for bit.",
+        "molt replay runs/demo --step 7 --to 9",
+    )
+    c.add_argument("log")
+    c.add_argument("--step", type=int, required=True, help="first step to compare")
+    c.add_argument("--to", type=int, default=None, help="last step (default: the same)")
+    add_format(c, ["table", "json"])
+
+
+def reading_commands(command: Callable[..., argparse.ArgumentParser]) -> None:
+    c = command(
         "sql",
         run_sql,
         "SQL (DuckDB) over one or several logs.",
@@ -116,17 +141,6 @@ def parser() -> argparse.ArgumentParser:
     )
     add_format(c, ["table", "json", "csv"])
 
-    c = command(
-        "replay",
-        run_replay,
-        "Execute recorded steps again, from the log alone, and compare bit for bit.",
-        "molt replay runs/demo --step 7 --to 9",
-    )
-    c.add_argument("log")
-    c.add_argument("--step", type=int, required=True, help="first step to compare")
-    c.add_argument("--to", type=int, default=None, help="last step (default: the same)")
-    add_format(c, ["table", "json"])
-
     c = command("tail", run_tail, "One line per event of a log.", "molt tail runs/demo --follow")
     c.add_argument("log")
     c.add_argument("--follow", "-f", action="store_true", help="go on as the log grows")
@@ -135,6 +149,18 @@ def parser() -> argparse.ArgumentParser:
     c.add_argument("folder")
     add_format(c, ["table", "json", "csv"])
 
+    c = command(
+        "show",
+        run_show,
+        "One rollout, its tokens coloured by logprob.",
+        "molt show runs/demo train-3/0",
+    )
+    c.add_argument("log")
+    c.add_argument("rollout")
+    c.add_argument("--tokenizer", default=None, help="folder; default: the run's own model")
+
+
+def upkeep_commands(command: Callable[..., argparse.ArgumentParser]) -> None:
     c = command(
         "doctor",
         run_doctor,
@@ -158,17 +184,6 @@ def parser() -> argparse.ArgumentParser:
     c.add_argument("--routing-keep", choices=["checkpoint", "all", "none"], default="checkpoint")
     c.add_argument("--yes", action="store_true", help="with --retire: delete it")
     add_format(c, ["table", "json"])
-
-    c = command(
-        "show",
-        run_show,
-        "One rollout, its tokens coloured by logprob.",
-        "molt show runs/demo train-3/0",
-    )
-    c.add_argument("log")
-    c.add_argument("rollout")
-    c.add_argument("--tokenizer", default=None, help="folder; default: the run's own model")
-    return p
 
 
 def epoch_number(text: str) -> int | str:
