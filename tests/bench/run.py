@@ -52,7 +52,7 @@ def segments(n: int, tokens: int = 985) -> list[dict[str, Any]]:
 
 
 def raw_bytes(row: dict[str, Any]) -> bytes:
-    """The unencoded columns of a segment, 13 bytes per token with versions."""
+    """The unencoded token columns of a segment, 10 bytes per token."""
     return b"".join(row[k].tobytes() for k in ("token_ids", "sampled", "train", "logprobs"))
 
 
