@@ -147,6 +147,27 @@ def _says(process: psutil.Process, text: str) -> bool:
         return False
 
 
+def test_a_damaged_checkpoint_is_passed_over(
+    tmp_path: Path, model: str, started: list[Train]
+) -> None:
+    """One bit of the newest checkpoint: an older one and more redo give the recorded state."""
+    first = Train(tmp_path, model, "data.eval=")
+    started.append(first)
+    assert first.wait() == 0, first.text()[-3000:]
+    victim = max((first.log / "checkpoints" / "1-4").glob("*.distcp"), key=os.path.getsize)
+    raw = bytearray(victim.read_bytes())
+    raw[len(raw) // 2] ^= 1
+    victim.write_bytes(raw)
+    second = Train(tmp_path, model, "data.eval=", "run.steps=5")
+    started.append(second)
+    assert second.wait() == 0, second.text()[-3000:]
+    text = second.text()
+    assert "checkpoints/1-4" in text and "loading the checkpoint of step 2" in text
+    assert "step 4 redone" in text
+    steps = sql(second.log, "select step from steps order by step")
+    assert [r["step"] for r in steps] == [1, 2, 3, 4, 5]
+
+
 def test_a_stale_tied_head_is_caught_before_the_first_step(
     tmp_path: Path, model: str, started: list[Train]
 ) -> None:
