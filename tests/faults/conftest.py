@@ -1,4 +1,4 @@
-"""The long tests say what they counted; with MOLT_RESULTS=<file> it is written there, dated."""
+"""The long tests say what they counted; with MOLT_RESULTS=<file> it is added there, dated."""
 
 import datetime
 import os
@@ -14,11 +14,11 @@ RESULTS = pytest.StashKey[list[tuple[str, float, dict[str, Any]]]]()
 
 HEAD = """# What the long fault tests counted
 
-Written by `make test-slow` (a test that failed, or did not run, has no line here). {date} UTC,
-{system}, {cpus} cores, Python {python}.
+`make test-slow` writes the line of each test that passes; a test that failed has the date of its
+last success.
 
-| test | seconds | counts |
-| --- | --- | --- |
+| test | when (UTC), where | seconds | counts |
+| --- | --- | --- | --- |
 """
 
 
@@ -51,13 +51,13 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     results = session.config.stash[RESULTS]
     if not path or not results:
         return
-    text = HEAD.format(
-        date=datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M"),
-        system=f"{platform.system()} {platform.machine()}",
-        cpus=os.cpu_count(),
-        python=platform.python_version(),
-    )
+    lines = {}
+    if Path(path).exists():
+        old = [x for x in Path(path).read_text().splitlines() if x.startswith("| `")]
+        lines = {x.split("`")[1]: x for x in old}
+    when = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M")
+    where = f"{platform.system()}, {os.cpu_count()} cores"
     for name, seconds, counts in results:
         told = ", ".join(f"{k.replace('_', ' ')} {v}" for k, v in counts.items())
-        text += f"| `{name}` | {seconds:.0f} | {told} |\n"
-    Path(path).write_text(text)
+        lines[name] = f"| `{name}` | {when}, {where} | {seconds:.0f} | {told} |"
+    Path(path).write_text(HEAD + "\n".join(lines[k] for k in sorted(lines)) + "\n")

@@ -8,6 +8,7 @@ import errno
 import json
 import shutil
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -19,7 +20,7 @@ from unittest.mock import patch
 import factories as make
 import pytest
 from faulty import Death, DyingOs, FaultyOs
-from hypothesis import HealthCheck, Phase, event, settings
+from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -46,6 +47,8 @@ BUCKET = 4
 SPLIT = [molt.store.compact, molt.store.doctor, molt.store.reader, molt.store.tail]
 STREAMS = ("segments", "rewards", "rollouts")
 LATER = make.NOW.replace(tzinfo=UTC) + timedelta(days=1)
+REACHED: Counter[str] = Counter()
+"""What the histories really went through."""
 Place = tuple[str, int]
 """(writer, seq)."""
 Key = tuple[str, int]
@@ -216,7 +219,7 @@ class LogMachine(RuleBasedStateMachine):
             try:
                 appender.w.flush()
             except OSError:
-                event("a flush failed")
+                REACHED["a flush failed"] += 1
         failed = [key for key, ticket in appender.pending if ticket.exception(0) is not None]
         appender.pending = [(k, t) for k, t in appender.pending if t.exception(0) is None]
         self.acknowledge(appender)
@@ -243,7 +246,7 @@ class LogMachine(RuleBasedStateMachine):
             try:
                 appender.w.flush()
             except Death:
-                event("died in a flush")
+                REACHED["died in a flush"] += 1
         self.leave(appender)
         if not appender.zombie:
             self.adopt()
@@ -304,7 +307,7 @@ class LogMachine(RuleBasedStateMachine):
             place = data.draw(st.sampled_from(places), label="late")
             self.hidden = (place, hot[place], self.folder / "late")
             shutil.move(hot[place], self.folder / "late")
-            event("a file was late")
+            REACHED["a file was late"] += 1
 
     def writers(self) -> set[str]:
         return {writer for writer, _ in self.there}
@@ -323,7 +326,7 @@ class LogMachine(RuleBasedStateMachine):
     def compact(self, everything: bool, file_bytes: int) -> None:
         moved = compact(self.log, everything=everything, file_bytes=file_bytes)
         if moved["commits"]:
-            event("commits were compacted")
+            REACHED["commits were compacted"] += 1
 
     @precondition(lambda self: self.n and not self.hidden)
     @rule(data=st.data(), with_checkpoint=st.booleans())
@@ -356,7 +359,7 @@ class LogMachine(RuleBasedStateMachine):
         assert may_go & hot <= gone <= may_go
         self.retired |= gone
         if gone:
-            event("commits retired")
+            REACHED["commits retired"] += 1
 
     def below_floor(self, writer: str, visible: dict[Place, list[Key]]) -> Iterator[Place]:
         for place in sorted(p for p in visible if p[0] == writer):
@@ -377,6 +380,7 @@ class LogMachine(RuleBasedStateMachine):
                 self.limits[writer] = max(own, default=-1)
         for appender in self.appenders:
             appender.zombie = True
+            REACHED["a writer went on after its epoch"] += 1
 
     def teardown(self) -> None:
         if not hasattr(self, "log"):
@@ -417,5 +421,7 @@ def test_short_histories_agree_with_the_model() -> None:
 
 @pytest.mark.slow
 def test_histories_agree_with_the_model(report: Callable[..., None]) -> None:
+    REACHED.clear()
     run(examples=400, steps=50)
-    report(histories=400, rules_per_history="up to 50", disagreements=0)
+    assert len(REACHED) == 6 and min(REACHED.values()) > 20, REACHED
+    report(histories=400, rules_per_history="up to 50", disagreements=0, **REACHED)
