@@ -48,6 +48,10 @@ class RequestRefused(EngineError):
     """One request that the engine cannot serve (too long, malformed); the engine goes on."""
 
 
+class TemplateError(MoltError, ValueError):
+    """Messages that the chat template cannot render; carries the template's own words."""
+
+
 class ModelIdentityError(EngineError):
     """The engine does not run the weights that were published (invariant I7 or I3)."""
 
