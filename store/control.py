@@ -20,6 +20,7 @@ from molt.schemas.records import to_row
 from molt.schemas.streams import schema_id
 from molt.store.commit import Commit, decode, encode
 from molt.store.files import NameTaken, names, publish
+from molt.store.hints import announce
 from molt.store.reader import (
     CONTROL_DIR,
     read_bytes,
@@ -161,6 +162,7 @@ class ControlLog:
             nonce=self._nonce,
         )
         publish(self.log / CONTROL_DIR / f"{n:010d}.arrow", raw)
+        announce(self.log)
 
 
 def _last_epoch(epochs: Sequence[Record]) -> int | None:
