@@ -173,11 +173,16 @@ def _to_close(log: Path, epochs: Sequence[Record]) -> list[Row]:
     """Every writer that no earlier epoch closed, with its last visible commit.
 
     Writers that ended cleanly are listed too: a directory that appears later, from a worker that
-    did not know of the new epoch, is then recognised by not being listed.
+    did not know of the new epoch, is then recognised by not being listed, and the next epoch
+    lists it as empty: what was hidden stays hidden.
     """
     known = {c["writer"] for r in epochs for c in r.rows[0]["closed"]}
+    newest = _last_epoch(epochs) or 0
     return [
-        {"writer": w, "last_seq": len(writer_files(log, w)) - 1}
+        {
+            "writer": w,
+            "last_seq": len(writer_files(log, w)) - 1 if writer_epoch(w) >= newest else -1,
+        }
         for w in writer_names(log)
         if w not in known
     ]
