@@ -18,7 +18,7 @@ import secrets
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -58,6 +58,8 @@ class Turn:
     """(start, n) of runs in the chain that `keep` may not divide."""
     shown: dict[bool, tuple[dict[str, Any], list[str]]]
     """The placeholder of the reply and the marks in it, without and with its tool calls."""
+    n_checked: int
+    """Turns of the path up to the last one whose whole prompt was rendered."""
     children: "list[Turn]" = field(default_factory=list)
 
     def path(self) -> "list[Turn]":
@@ -78,7 +80,17 @@ class Draft:
     request: ChatRequest
     text: str
     ids: Int32s
+    n_checked: int
     n_answers: int = 0
+
+
+class _Fit(NamedTuple):
+    """How far the template leaves a path as it was."""
+
+    after: Turn | None
+    text: str
+    why: str | None
+    n_checked: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,14 +144,13 @@ class Capture:
         found = find_turn(self._roots, messages)
         after, rewritten = found.turn, None
         while True:
-            text = self._render(after, messages, found, request)
-            holds, why = self._holds(after, text, found)
-            if holds is after:
+            fits = self._fit(after, messages, found, request)
+            if fits.after is after:
                 break
-            rewritten = rewritten or why or _changed(after, request)
-            after = holds
+            rewritten = rewritten or fits.why or _changed(after, request)
+            after = fits.after
         chain = [] if after is None else np.concatenate([t.ids for t in after.path()]).tolist()
-        ids = self._encode_new(after, text)
+        ids = self._encode_new(after, fits.text)
         keep, parent, extends = self._keep(after, messages, np.array(ids, np.int32))
         n_known = after.n_messages if after else 0
         prompt_ids = chain + ids
@@ -154,8 +165,9 @@ class Capture:
                 after=after,
                 messages=messages[n_known:],
                 request=request,
-                text=text[_text_end(after) :],
+                text=fits.text,
                 ids=np.array(ids, np.int32),
+                n_checked=fits.n_checked,
             ),
         )
 
@@ -205,6 +217,7 @@ class Capture:
             segment=pieces[-1][0],
             media=media,
             shown=self._placeholders(reply, finish_reason),
+            n_checked=draft.n_checked,
         )
         self._peers(draft.after).append(turn)
 
@@ -218,50 +231,92 @@ class Capture:
             for link in self.links.values()
         )
 
-    def _render(
+    def _fit(
         self, after: Turn | None, messages: Messages, found: Found, request: ChatRequest
-    ) -> str:
-        """The prompt's text, the replies of `after`'s path being placeholders."""
-        template = {"strftime_now": self._clock, **request.template}
-
-        def attempt(with_calls: bool) -> str:
-            view: Messages = []
-            for turn in after.path() if after else ():
-                view += turn.messages
-                view.append(turn.shown[with_calls][0])
-            for i, message in found.thoughts.items():
-                if i < len(view):
-                    view[i] = message
-            view += messages[len(view) :]
-            return self.renderer.render(view, request.tools, template, generate=True)
-
-        try:
-            return attempt(self._with_calls)
-        except TemplateError:
-            if self._with_calls or after is None:
-                raise
-        text = attempt(True)  # this template takes tool results only after tool calls
-        self._with_calls = True
-        return text
-
-    def _holds(self, after: Turn | None, text: str, found: Found) -> tuple[Turn | None, str | None]:
-        """The deepest turn of the path whose text and reply stand in `text` as they were; why."""
-        if after is None:
-            return None, None
-        start, path = 0, after.path()
-        for turn, following in zip(path, [*path[1:], None], strict=True):
+    ) -> _Fit:
+        """The text after `after`, or the deepest turn before it that the template lets stand."""
+        path = after.path() if after else []
+        new = messages[after.n_messages :] if after else messages
+        if after and self._may_skip(path, new, found, request):
+            text = self._render_ends(path, new, request)
+            if text is not None and self._shows_reply(after, text):
+                return _Fit(after, text, None, after.n_checked)
+        text = self._render_all(path, new, found, request)
+        start = 0
+        for i, turn in enumerate(path):
             if not text.startswith(turn.text, start):
-                return turn.after, None
+                return _Fit(turn.after, "", None, 0)
             start += len(turn.text)
             if turn in found.strange:
                 thought = turn.shown[self._with_calls][0]["reasoning_content"]
-                if thought in (following.text if following else text[start:]):
-                    return turn.after, found.strange[turn]
+                if thought in (path[i + 1].text if turn is not after else text[start:]):
+                    return _Fit(turn.after, "", found.strange[turn], 0)
+        if after and not self._shows_reply(after, text[start:]):
+            return _Fit(after.after, "", None, 0)
+        return _Fit(after, text[start:], None, len(path) + 1)
+
+    def _may_skip(
+        self, path: list[Turn], new: Messages, found: Found, request: ChatRequest
+    ) -> bool:
+        """True where rendering all of the history again would only confirm what is known.
+
+        A tool loop under unchanged settings: the whole is rendered whenever it has doubled.
+        """
+        last = path[-1]
+        return (
+            4 < len(path) < 2 * last.n_checked
+            and not found.thoughts
+            and not found.strange
+            and all(m["role"] == "tool" and isinstance(m["content"], str) for m in new)
+            and tuple(last.request.tools) == tuple(request.tools)
+            and last.request.template == request.template
+        )
+
+    def _render_ends(self, path: list[Turn], new: Messages, request: ChatRequest) -> str | None:
+        """The text after the path from its first and last turns; None if it depends on others.
+
+        What a template does to the last turns of a tool loop, it has done to those before.
+        """
+        view = [*path[0].messages, path[-3].shown[self._with_calls][0]]
+        for turn in path[-2:]:
+            view += [*turn.messages, turn.shown[self._with_calls][0]]
+        try:
+            text = self._render([*view, *new], request)
+        except TemplateError:
+            return None
+        known = path[0].text + path[-2].text + path[-1].text
+        return text.removeprefix(known) if text.startswith(known) else None
+
+    def _render_all(
+        self, path: list[Turn], new: Messages, found: Found, request: ChatRequest
+    ) -> str:
+        def view(with_calls: bool) -> Messages:
+            out: Messages = []
+            for turn in path:
+                out += [*turn.messages, turn.shown[with_calls][0]]
+            return [found.thoughts.get(i, m) for i, m in enumerate(out)] + new
+
+        try:
+            return self._render(view(self._with_calls), request)
+        except TemplateError:
+            if self._with_calls or not path:
+                raise
+        text = self._render(view(True), request)
+        self._with_calls = True  # this template takes tool results only after tool calls
+        return text
+
+    def _render(self, view: Messages, request: ChatRequest) -> str:
+        template = {"strftime_now": self._clock, **request.template}
+        return self.renderer.render(view, request.tools, template, generate=True)
+
+    def _shows_reply(self, turn: Turn, text: str) -> bool:
+        """True unless `text`, which begins with the turn's reply, leaves some of it out.
+
+        What the template never shows of a reply, not even of the last message, is not missed.
+        """
         marks = turn.shown[self._with_calls][1]
-        hidden = [mark for mark in marks if text.find(mark, start) < 0]
-        if len(hidden) == len(marks) or any(self._would_show(turn, m) for m in hidden):
-            return turn.after, None
-        return after, None
+        hidden = [mark for mark in marks if mark not in text]
+        return len(hidden) < len(marks) and not any(self._would_show(turn, m) for m in hidden)
 
     def _would_show(self, turn: Turn, mark: str) -> bool:
         """True if the template shows this part of a reply that is the last message."""
@@ -272,7 +327,10 @@ class Capture:
             return True
 
     def _encode_new(self, after: Turn | None, text: str) -> list[int]:
-        """Ids of what follows the reply of `after`, without the end token that it has sampled."""
+        """Ids of what follows the reply of `after`, without the end token that it has sampled.
+
+        `text` begins with that reply.
+        """
         if after is None:
             return self.renderer.encode(text)
         message, marks = after.shown[self._with_calls]
@@ -351,10 +409,6 @@ class Capture:
         full = {**message, "content": content, "tool_calls": calls}
         shown = [m for m in marks if content or m != plain["content"]]
         return {False: (plain, marks[:n_plain]), True: (full, shown)}
-
-
-def _text_end(after: Turn | None) -> int:
-    return sum(len(turn.text) for turn in after.path()) if after else 0
 
 
 def _changed(after: Turn | None, request: ChatRequest) -> str:
