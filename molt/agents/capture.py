@@ -17,80 +17,15 @@ import re
 import secrets
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
-from molt.agents.matching import Found, find_turn, in_call_order, same
 from molt.agents.render import Renderer
+from molt.agents.turns import Found, Int32s, Prompt, Turn, find_turn, in_call_order, same
 from molt.agents.types import ChatRequest, Messages, ParsedReply
 from molt.schemas.errors import SegmentRejected, TemplateError
-
-Int32s = npt.NDArray[np.int32]
-
-
-@dataclass(slots=True, kw_only=True, eq=False)
-class Turn:
-    """One answered request."""
-
-    after: "Turn | None"
-    """The turn whose reply is the last one that this turn's prompt splices."""
-    messages: Messages
-    """What follows that reply (all messages at a root), tool results in call order."""
-    n_messages: int
-    """Messages up to and with this turn's reply."""
-    reply: dict[str, Any]
-    echo: dict[str, Any]
-    """The reply as a client last sent it back, so that the next comparison is a plain one."""
-    request: ChatRequest
-    text: str
-    """Rendered text from the end of `after`'s text to where the reply begins."""
-    ids: Int32s
-    """Tokens beyond `after`'s chain: those of `messages`, then the sampled ones."""
-    n_chain: int
-    last_token: int | None
-    """The last sampled token."""
-    segment: int
-    """Its last segment."""
-    media: Sequence[tuple[int, int]]
-    """(start, n) of runs in the chain that `keep` may not divide."""
-    shown: dict[bool, tuple[dict[str, Any], list[str]]]
-    """The placeholder of the reply and the marks in it, without and with its tool calls."""
-    n_checked: int
-    """Turns of the path up to the last one whose whole prompt was rendered."""
-    children: "list[Turn]" = field(default_factory=list)
-
-    def path(self) -> "list[Turn]":
-        """From the root to this turn."""
-        out, turn = [], self
-        while turn is not None:
-            out.append(turn)
-            turn = turn.after  # type: ignore[assignment]
-        return out[::-1]
-
-
-@dataclass(slots=True, kw_only=True)
-class Draft:
-    """What a placed request becomes once the engine has answered it."""
-
-    after: Turn | None
-    messages: Messages
-    request: ChatRequest
-    text: str
-    ids: Int32s
-    n_checked: int
-    n_answers: int = 0
-
-
-class _Fit(NamedTuple):
-    """How far the template leaves a path as it was."""
-
-    after: Turn | None
-    text: str
-    why: str | None
-    n_checked: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,7 +44,7 @@ class Placement:
     """None at the first root and where all of the parent's chain is kept; else why it forks."""
     n_known: int
     """Leading messages of the request that the spliced turns hold; the wire delta follows them."""
-    draft: Draft
+    prompt: Prompt
     """For `accept`."""
 
 
@@ -120,6 +55,15 @@ class Link:
     parent: int | None
     keep: int
     n_tokens: int
+
+
+class _Fit(NamedTuple):
+    """How far the template leaves a path as it was."""
+
+    after: Turn | None
+    text: str
+    why: str | None
+    n_checked: int
 
 
 class Capture:
@@ -161,7 +105,7 @@ class Capture:
             prompt_ids=prompt_ids,
             reason=None if extends else rewritten or found.why,
             n_known=n_known,
-            draft=Draft(
+            prompt=Prompt(
                 after=after,
                 messages=messages[n_known:],
                 request=request,
@@ -185,41 +129,42 @@ class Capture:
         the tokens sampled after it, each further one continues the piece before it. `media` are
         the (start, n) of media runs in the chain. SegmentRejected if the delta is another one.
         """
-        draft, delta = placement.draft, placement.delta_ids
+        prompt, delta = placement.prompt, placement.delta_ids
         if not pieces or pieces[0][1][: len(delta)].tolist() != delta:
             raise SegmentRejected(
                 f"segment {pieces[0][0] if pieces else None} does not begin with the {len(delta)} "
                 "context tokens that `place` gave it; append those, then the sampled tokens"
             )
-        reason = "sibling" if draft.n_answers else placement.reason
-        if reason is None and self._taken(placement):
+        peers = self._peers(prompt.after)
+        reason = placement.reason
+        if any(turn.prompt is prompt for turn in peers):
+            reason = "sibling"
+        elif reason is None and self._taken(placement):
             reason = "concurrent"
         if reason is not None:
             self.forks[reason] += 1
-        draft.n_answers += 1
         parent, keep = placement.parent, placement.keep
         for segment, own in pieces:
             self.links[segment] = Link(parent, keep, len(own))
             parent, keep = segment, keep + len(own)
         sampled = np.concatenate([own for _, own in pieces])[len(delta) :].astype(np.int32)
+        last = int(sampled[-1]) if len(sampled) else None
+        ended = last is None or self.renderer.control(last) is not None
+        cut = finish_reason in ("length", "abort") and not ended
         message = reply.message()
         turn = Turn(
-            after=draft.after,
-            messages=draft.messages,
-            n_messages=len(draft.request.messages) + 1,
+            prompt=prompt,
             reply=message,
             echo=message,
-            request=draft.request,
-            text=draft.text,
-            ids=np.concatenate([draft.ids, sampled]),
+            ids=np.concatenate([prompt.ids, sampled]),
             n_chain=keep,
-            last_token=int(sampled[-1]) if len(sampled) else None,
+            last_token=last,
+            open_thought=cut and bool(reply.reasoning) and not (reply.content or reply.tool_calls),
             segment=pieces[-1][0],
             media=media,
-            shown=self._placeholders(reply, finish_reason),
-            n_checked=draft.n_checked,
+            shown=self._placeholders(reply),
         )
-        self._peers(draft.after).append(turn)
+        peers.append(turn)
 
     def _peers(self, after: Turn | None) -> list[Turn]:
         return self._roots if after is None else after.children
@@ -240,19 +185,19 @@ class Capture:
         if after and self._may_skip(path, new, found, request):
             text = self._render_ends(path, new, request)
             if text is not None and self._shows_reply(after, text):
-                return _Fit(after, text, None, after.n_checked)
+                return _Fit(after, text, None, after.prompt.n_checked)
         text = self._render_all(path, new, found, request)
         start = 0
         for i, turn in enumerate(path):
-            if not text.startswith(turn.text, start):
-                return _Fit(turn.after, "", None, 0)
-            start += len(turn.text)
+            if not text.startswith(turn.prompt.text, start):
+                return _Fit(turn.prompt.after, "", None, 0)
+            start += len(turn.prompt.text)
             if turn in found.strange:
                 thought = turn.shown[self._with_calls][0]["reasoning_content"]
-                if thought in (path[i + 1].text if turn is not after else text[start:]):
-                    return _Fit(turn.after, "", found.strange[turn], 0)
+                if thought in (path[i + 1].prompt.text if turn is not after else text[start:]):
+                    return _Fit(turn.prompt.after, "", found.strange[turn], 0)
         if after and not self._shows_reply(after, text[start:]):
-            return _Fit(after.after, "", None, 0)
+            return _Fit(after.prompt.after, "", None, 0)
         return _Fit(after, text[start:], None, len(path) + 1)
 
     def _may_skip(
@@ -264,12 +209,12 @@ class Capture:
         """
         last = path[-1]
         return (
-            4 < len(path) < 2 * last.n_checked
+            4 < len(path) < 2 * last.prompt.n_checked
             and not found.thoughts
             and not found.strange
-            and all(m["role"] == "tool" and isinstance(m["content"], str) for m in new)
-            and tuple(last.request.tools) == tuple(request.tools)
-            and last.request.template == request.template
+            and all(m["role"] == "tool" and isinstance(m.get("content"), str) for m in new)
+            and tuple(last.prompt.request.tools) == tuple(request.tools)
+            and last.prompt.request.template == request.template
         )
 
     def _render_ends(self, path: list[Turn], new: Messages, request: ChatRequest) -> str | None:
@@ -277,14 +222,14 @@ class Capture:
 
         What a template does to the last turns of a tool loop, it has done to those before.
         """
-        view = [*path[0].messages, path[-3].shown[self._with_calls][0]]
+        view = [*path[0].prompt.messages, path[-3].shown[self._with_calls][0]]
         for turn in path[-2:]:
-            view += [*turn.messages, turn.shown[self._with_calls][0]]
+            view += [*turn.prompt.messages, turn.shown[self._with_calls][0]]
         try:
             text = self._render([*view, *new], request)
         except TemplateError:
             return None
-        known = path[0].text + path[-2].text + path[-1].text
+        known = "".join(t.prompt.text for t in (path[0], *path[-2:]))
         return text.removeprefix(known) if text.startswith(known) else None
 
     def _render_all(
@@ -293,7 +238,7 @@ class Capture:
         def view(with_calls: bool) -> Messages:
             out: Messages = []
             for turn in path:
-                out += [*turn.messages, turn.shown[with_calls][0]]
+                out += [*turn.prompt.messages, turn.shown[with_calls][0]]
             return [found.thoughts.get(i, m) for i, m in enumerate(out)] + new
 
         try:
@@ -322,7 +267,9 @@ class Capture:
         """True if the template shows this part of a reply that is the last message."""
         last = [{"role": "user", "content": "-"}, turn.shown[self._with_calls][0]]
         try:
-            return mark in self.renderer.render(last, (), turn.request.template, generate=False)
+            return mark in self.renderer.render(
+                last, (), turn.prompt.request.template, generate=False
+            )
         except TemplateError:
             return True
 
@@ -334,8 +281,13 @@ class Capture:
         if after is None:
             return self.renderer.encode(text)
         message, marks = after.shown[self._with_calls]
+        last = after.last_token
+        if (
+            after.open_thought and len(marks) > 1 and marks[0] in text
+        ):  # the template closes it, then an empty reply
+            marks, text = marks[:1], text.replace(marks[1], "", 1)
         end = max(text.rfind(mark) + len(mark) for mark in marks if mark in text)
-        rest, last = text[end:], after.last_token
+        rest = text[end:]
         stop = None if last is None else self.renderer.control(last)
         if stop is None:
             return self.renderer.encode(rest)
@@ -352,7 +304,7 @@ class Capture:
         """(keep, parent, True if all of the parent's chain is kept or there is none yet)."""
         keep, shared = after.n_chain if after else 0, after
         peers = self._peers(after)
-        stack = [(t, keep) for t in peers if after or same(t.messages[0], messages[0])]
+        stack = [(t, keep) for t in peers if after or same(t.prompt.messages[0], messages[0])]
         start = keep
         while stack:
             turn, at = stack.pop()
@@ -376,9 +328,7 @@ class Capture:
             parent = self.links[parent].parent  # type: ignore[assignment]
         return keep, parent, extends
 
-    def _placeholders(
-        self, reply: ParsedReply, finish_reason: str
-    ) -> dict[bool, tuple[dict[str, Any], list[str]]]:
+    def _placeholders(self, reply: ParsedReply) -> dict[bool, tuple[dict[str, Any], list[str]]]:
         """The reply with every text in it replaced by a mark that occurs nowhere else."""
         marks: list[str] = []
 
@@ -393,8 +343,7 @@ class Capture:
         # Thoughts that no parser took out stay recognizable for a template that takes them out.
         parts = re.split(r"(</?think>)", reply.content or "")
         content = "".join(mark() if p.strip() and "think>" not in p else p.strip() for p in parts)
-        in_thought = finish_reason != "stop" and reply.reasoning and not reply.tool_calls
-        plain = {**message, "content": content or ("" if in_thought else mark())}
+        plain = {**message, "content": content or mark()}
         n_plain = len(marks)
         if not reply.tool_calls:
             return dict.fromkeys((False, True), (plain, marks))
@@ -414,13 +363,10 @@ class Capture:
 def _changed(after: Turn | None, request: ChatRequest) -> str:
     """Why the same messages no longer render as they did."""
     assert after is not None
-    if tuple(after.request.tools) != tuple(request.tools):
+    if tuple(after.prompt.request.tools) != tuple(request.tools):
         return "tools_changed"
-    return (
-        "template_changed"
-        if after.request.template != request.template
-        else ("template_rewrites_history")
-    )
+    same_template = after.prompt.request.template == request.template
+    return "template_rewrites_history" if same_template else "template_changed"
 
 
 def _common(a: Int32s, b: Int32s) -> int:
