@@ -23,7 +23,7 @@ import numpy as np
 from molt.agents.env import Env, Messages, Reply, Turn, resolve
 from molt.config import Config
 from molt.process import redirect_output
-from molt.rollout.types import Completion
+from molt.rollout.types import Assignment, Completion
 from molt.schemas.check import chain_digest, segment_digest
 from molt.schemas.errors import ConfigError, EngineError, Fenced, RequestRefused, SegmentRejected
 from molt.schemas.records import (
@@ -36,17 +36,6 @@ from molt.schemas.records import (
 )
 from molt.schemas.text import canonical_json
 from molt.store import Log, Ticket
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Assignment:
-    """One rollout to play."""
-
-    group_id: str
-    rollout_id: str
-    attempt: int
-    purpose: str
-    prompt: dict[str, Any]
 
 
 class Generator(Protocol):
