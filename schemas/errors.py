@@ -52,6 +52,10 @@ class WindowFull(RequestRefused):
     """A prompt that leaves no room for a reply in the engine's window."""
 
 
+class TemplateError(MoltError, ValueError):
+    """Messages that the chat template cannot render; carries the template's own words."""
+
+
 class ModelIdentityError(EngineError):
     """The engine does not run the weights that were published (invariant I7 or I3)."""
 
