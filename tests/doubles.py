@@ -68,13 +68,18 @@ class ScriptedSession:
         self.tokenizer, self.sampling = TOKENIZER, Sampling(max_tokens=64)
         self.requests: list[ChatRequest] = []
         self.deliveries: list[str] = []
+        self.waiting = 0
         self.gate = asyncio.Event()
         self.gate.set()
 
     async def chat(self, request: ChatRequest, *, on_piece: Any = None) -> ChatReply:
         self.requests.append(request)
         self.call = asyncio.create_task(self._answer(on_piece))
-        return await asyncio.shield(self.call)
+        self.waiting += 1
+        try:
+            return await asyncio.shield(self.call)
+        finally:
+            self.waiting -= 1
 
     async def _answer(self, on_piece: Any) -> ChatReply:
         found = self.script.pop(0)

@@ -31,7 +31,14 @@ from tokenizers.decoders import DecodeStream
 
 from molt.agents import wire_anthropic, wire_openai
 from molt.agents.types import ChatReply, ChatRequest
-from molt.schemas.errors import ConfigError, EngineError, Fenced, RequestRefused
+from molt.schemas.errors import (
+    ConfigError,
+    EngineError,
+    Fenced,
+    RequestRefused,
+    TemplateError,
+    WindowFull,
+)
 from molt.schemas.records import Sampling
 
 BODY_BYTES_MAX = 32 << 20
@@ -79,9 +86,10 @@ def as_http(error: BaseException) -> HttpError:
     match error:
         case HttpError():
             return error
-        case RequestRefused():
-            too_long = "window" in str(error)
-            found = HttpError(400, str(error), "context_length_exceeded" if too_long else None)
+        case WindowFull():
+            return HttpError(400, str(error), "context_length_exceeded")
+        case RequestRefused() | TemplateError():
+            found = HttpError(400, str(error))
             found.param = getattr(error, "param", None)
             return found
         case TimeoutError():
@@ -105,11 +113,11 @@ class Running:
     port: int
     server: uvicorn.Server
     task: "asyncio.Task[None]"
-    app: "Agents"
+    end: Callable[[], None]
 
     async def close(self) -> None:
         """End what still runs and free the port; may be called twice."""
-        self.app.end()
+        self.end()
         self.server.should_exit = True
         await self.task
 
@@ -122,22 +130,25 @@ async def serve(
     public: bool = False,
     body_bytes_max: int = BODY_BYTES_MAX,
     concurrency_max: int = CONCURRENCY_MAX,
-    extra: Callable[[FastAPI], None] | None = None,
 ) -> Running:
-    """Listen in the caller's event loop; `sessions` is looked at anew for every request.
+    """Serve rollouts in the caller's event loop; `sessions` is looked at anew for every request.
 
-    `port` 0: the system chooses. `extra` may add routes. ConfigError for a host that others can
-    reach unless `public`, or an address that cannot be bound.
+    `port` 0: the system chooses. ConfigError as `listen`.
+    """
+    agents = Agents(sessions, body_bytes_max, concurrency_max)
+    return listen(build(agents), host, port, public=public, end=agents.end)
+
+
+def listen(app: FastAPI, host: str, port: int, *, public: bool, end: Callable[[], None]) -> Running:
+    """Run `app` in the caller's event loop; `end` is called before it closes.
+
+    ConfigError for a host that others can reach unless `public`, or one that cannot be bound.
     """
     if not public and not _is_loopback(host):
         raise ConfigError(
             f"host {host} can be reached from other machines; agents' servers listen on loopback "
             "unless you say public=True (--public)"
         )
-    agents = Agents(sessions, body_bytes_max, concurrency_max)
-    app = build(agents)
-    if extra is not None:
-        extra(app)
     try:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         listening = socket.create_server((host, port), family=family, backlog=2048)
@@ -152,9 +163,8 @@ async def serve(
     task = asyncio.create_task(server.serve(sockets=[listening]), name="molt-agents-server")
     port = listening.getsockname()[1]
     name = f"[{host}]" if ":" in host else host
-    return Running(
-        base_url=f"http://{name}:{port}/v1", port=port, server=server, task=task, app=agents
-    )
+    url = f"http://{name}:{port}/v1"
+    return Running(base_url=url, port=port, server=server, task=task, end=end)
 
 
 def _is_loopback(host: str) -> bool:

@@ -14,7 +14,7 @@ import pytest
 from doubles import ScriptedSession, says
 
 from molt.agents.server import Running, serve
-from molt.schemas.errors import ConfigError, EngineError, Fenced, RequestRefused
+from molt.schemas.errors import ConfigError, EngineError, Fenced, TemplateError, WindowFull
 
 USER = [{"role": "user", "content": "hi"}]
 WEATHER = {"type": "object", "properties": {"city": {"type": "string"}}}
@@ -231,9 +231,14 @@ def test_count_tokens_and_models() -> None:
     assert with_openai(session, names) == ["policy"]
 
 
-TOO_LONG = RequestRefused("a prompt of 9 tokens in a window of 8")
+TOO_LONG = WindowFull("a prompt of 9 tokens in a window of 8")
 CASES: list[tuple[BaseException, Any, Any]] = [
     (TOO_LONG, (openai.BadRequestError, 400), (anthropic.BadRequestError, 400)),
+    (
+        TemplateError("roles must alternate"),
+        (openai.BadRequestError, 400),
+        (anthropic.BadRequestError, 400),
+    ),
     (
         EngineError("died"),
         (openai.InternalServerError, 500),
@@ -435,7 +440,7 @@ def test_a_client_that_goes_away_does_not_stop_its_generation(stream: bool) -> N
                     call.cancel()
                     with contextlib.suppress(asyncio.CancelledError):
                         await call
-                while server.app.chats:  # nobody waits for it any more
+                while session.waiting:  # nobody waits for it any more
                     await asyncio.sleep(0)
                 session.gate.set()
                 assert (await session.call).id == "chatcmpl-7"
