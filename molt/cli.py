@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from molt.agents.commands import agent_commands, serve_config
 from molt.cli_replay import replay_commands
 from molt.schemas.errors import ConfigError, MoltError
 
@@ -70,6 +71,7 @@ def parser() -> argparse.ArgumentParser:
     replay_commands(command)
     reading_commands(command)
     upkeep_commands(command)
+    agent_commands(command, add_command, run_fields, run_serve)
     return p
 
 
@@ -187,15 +189,30 @@ def add_format(command: argparse.ArgumentParser, choices: list[str]) -> None:
 
 def run_train(args: argparse.Namespace) -> int:
     from molt.config import load
+
+    return train(load(args.config, args.set), args)
+
+
+def run_serve(args: argparse.Namespace) -> int:
+    return train(serve_config(args), args)
+
+
+def run_fields(args: argparse.Namespace) -> int:
+    from molt.agents.fields import rows
+
+    print_rows(["wire", "fate", "field", "note"], list(rows()), args.format)
+    return 0
+
+
+def train(config: Any, args: argparse.Namespace) -> int:
     from molt.screen import Screen
 
-    config = load(args.config, args.set)
     with Screen() as screen:
         screen.say(f"molt train {args.config} -> {config.run.dir}")
-        from molt.loop import train
+        from molt import loop
 
         try:
-            log = asyncio.run(train(config, screen, accept_changes=args.accept_changes))
+            log = asyncio.run(loop.train(config, screen, accept_changes=args.accept_changes))
         except ConfigError:
             raise
         except (MoltError, OSError) as error:
