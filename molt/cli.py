@@ -103,6 +103,20 @@ def training_commands(command: Callable[..., argparse.ArgumentParser]) -> None:
         action="store_true",
         help="resume although settings that change the learning are different",
     )
+    c.add_argument(
+        "--from",
+        dest="from_step",
+        type=int,
+        metavar="STEP",
+        help="go on from an earlier step; later ones stay in the log, abandoned",
+    )
+    c.add_argument(
+        "--drop",
+        action="append",
+        default=[],
+        metavar="ROLLOUT",
+        help="settle this rollout's group without a step, going back before its plan (repeatable)",
+    )
 
     c = command(
         "report",
@@ -187,15 +201,19 @@ def add_format(command: argparse.ArgumentParser, choices: list[str]) -> None:
 
 def run_train(args: argparse.Namespace) -> int:
     from molt.config import load
+    from molt.recovery import Start
     from molt.screen import Screen
 
     config = load(args.config, args.set)
+    start = Start(
+        accept_changes=args.accept_changes, from_step=args.from_step, drop=tuple(args.drop)
+    )
     with Screen() as screen:
         screen.say(f"molt train {args.config} -> {config.run.dir}")
         from molt.loop import train
 
         try:
-            log = asyncio.run(train(config, screen, accept_changes=args.accept_changes))
+            log = asyncio.run(train(config, screen, start))
         except ConfigError:
             raise
         except (MoltError, OSError) as error:

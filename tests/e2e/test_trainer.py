@@ -307,8 +307,8 @@ def test_a_loss_that_is_not_finite_takes_no_step(trainer: Trainer) -> None:
 
 
 def test_what_cannot_run_is_refused_with_its_reason(folder: Path, trainer: Trainer) -> None:
-    with pytest.raises(ConfigError, match="algorithm 'ppo'"):
-        Trainer(settings(folder, algorithm="ppo"), 0, 1, "tcp://127.0.0.1:1")
+    with pytest.raises(ConfigError, match="loss 'ppo'"):
+        Trainer(settings(folder, loss="ppo"), 0, 1, "tcp://127.0.0.1:1")
     with pytest.raises(TrainerError, match="no .metadata; start from an older"):
         trainer.load(str(folder / "nothing"))
     trainer.save(str(folder / "torn"))
