@@ -10,13 +10,14 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import count, takewhile
 from typing import TYPE_CHECKING, Any
 
 from molt.data import Prompts, View, settled_rewards
 from molt.planning import groups_to_issue
-from molt.rollout.worker import Assignment
+from molt.rollout.types import Assignment
 from molt.schemas.errors import WorkerDied
-from molt.schemas.records import PromptRow
+from molt.schemas.records import PromptRow, Ref
 from molt.schemas.text import canonical_json
 from molt.store.fold import Group, unsettled
 
@@ -96,7 +97,7 @@ class Issuer:
             )
             for k, prompt in prompts
         ]
-        self._dispatch(rows, [[(f"{r.group_id}/{i}", 0) for i in range(n)] for r in rows])
+        self._dispatch(rows, [[(f"{r.group_id}/{i}", 0, ()) for i in range(n)] for r in rows])
 
     def issue_again(self, groups: Sequence[Again], purpose: str) -> None:
         """New attempts of the rollouts that groups lack."""
@@ -118,10 +119,23 @@ class Issuer:
             )
             for group, again in groups
         ]
-        self._dispatch(rows, [again for _, again in groups])
+        begun = [[(r, a, self._begun(group, r)) for r, a in again] for group, again in groups]
+        self._dispatch(rows, begun)
+
+    def _begun(self, group: Group, rollout_id: str) -> tuple[Ref, ...]:
+        """Segments of the newest earlier attempt in this lineage, as far as they are whole."""
+        attempts = group.attempts.get(rollout_id, {})
+        for number in sorted(attempts, reverse=True):
+            attempt = attempts[number]
+            if attempt.segments and not attempt.conflict and self.run.fold.in_lineage(attempt):
+                whole = takewhile(attempt.segments.__contains__, count())
+                return tuple(attempt.segments[i].ref for i in whole)
+        return ()
 
     def _dispatch(
-        self, rows: Sequence[PromptRow], rollouts: Sequence[list[tuple[str, int]]]
+        self,
+        rows: Sequence[PromptRow],
+        rollouts: Sequence[list[tuple[str, int, tuple[Ref, ...]]]],
     ) -> None:
         if not rows:
             return
@@ -131,7 +145,7 @@ class Issuer:
         for ticket in tickets:
             ticket.result()
         run.meter.commit_s.append(time.perf_counter() - started)
-        for row, pairs in zip(rows, rollouts, strict=True):
+        for row, attempts in zip(rows, rollouts, strict=True):
             self.issued_at[row.group_id] = run.version
             n = row.ordinal % len(run.cluster.workers)
             play = [
@@ -141,8 +155,9 @@ class Issuer:
                     attempt=attempt,
                     purpose=row.purpose,
                     prompt=json.loads(row.prompt),
+                    source=source,
                 )
-                for rollout_id, attempt in pairs
+                for rollout_id, attempt, source in attempts
             ]
             worker = run.cluster.workers[n]
             task = asyncio.create_task(run.cluster.call(worker, "play", play))

@@ -157,7 +157,7 @@ def test_packed_equals_plain_in_values_and_gradients(
         logprobs_N = trainer.model.logprobs(row)
         found[slot_N] = logprobs_N.detach()
         (factor[slot_N] * logprobs_N).sum().backward()
-    assert (found - expected).abs().max() < 1e-5
+    assert (found - expected).abs().max() < 2e-5
     for name, parameter in plain.named_parameters():
         gradient = trainer.parameters[name].grad.full_tensor()
         scale = parameter.grad.abs().max()
