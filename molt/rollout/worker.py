@@ -13,7 +13,6 @@ import inspect
 import json
 import threading
 import time
-import zlib
 from collections.abc import Sequence
 from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass, replace
@@ -76,14 +75,14 @@ class RolloutWorker:
         epoch: int,
         config: Config,
         tokenizer_folder: str,
-        engines: Sequence[RayEngine],
+        engine: RayEngine,
         output: str | None = None,
     ) -> None:
         if output is not None:
             redirect_output(output)
         from transformers import AutoTokenizer
 
-        self.config, self.engines = config, {e.engine_id: e for e in engines}
+        self.config, self.engine = config, engine
         self.env_class = resolve(config.agent.env, "agent.env")
         self.tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
         self.writer = Log.open(log_path).writer(epoch, linger_s=config.log.linger_s)
@@ -91,10 +90,6 @@ class RolloutWorker:
     async def play(self, assignments: Sequence[Assignment]) -> None:
         """Play rollouts to their end; returns when all outcomes are durable."""
         await asyncio.gather(*(self._play_one(a) for a in assignments))
-
-    async def replace_engine(self, engine: RayEngine) -> None:
-        """Use this handle from now on, for an engine that is new or was started again."""
-        self.engines[engine.engine_id] = engine
 
     def ready(self) -> bool:
         """True once the worker can play."""
@@ -138,12 +133,10 @@ class RolloutWorker:
         env: Env = await _agent_call("agent.env", self.env_class)
         messages = checked_messages(await _agent_call("reset", env.reset, rollout.a.prompt))
         prompt_ids = render(self.tokenizer, messages)
-        names = sorted(self.engines)
-        engine = self.engines[names[zlib.crc32(rollout.a.group_id.encode()) % len(names)]]
-        done = await engine.generate(rollout.request_id, prompt_ids, rollout.sampling)
+        done = await self.engine.generate(rollout.request_id, prompt_ids, rollout.sampling)
         text = self.tokenizer.decode(done.token_ids, skip_special_tokens=True)
         wire = [*messages, {"role": "assistant", "content": text}]
-        segment = rollout.segment(prompt_ids, done, wire, engine.engine_id)
+        segment = rollout.segment(prompt_ids, done, wire, self.engine.engine_id)
         rollout.tickets.append(self.writer.append("segments", segment))
         rollout.segments.append(segment)
         reply = Reply(text=text, finish_reason=done.finish_reason, n_tokens=len(done.token_ids))
