@@ -39,7 +39,15 @@ DISK_MARGIN = 1.1
 
 FREE_TO_CHANGE = (
     *("run.dir", "run.name", "run.steps", "run.drops_in_a_row_max", "run.stuck_s"),
-    *("run.eval_every", "run.restarts_max", "run.sinks", "engine.count", "engine.kv_cache_gib"),
+    *(
+        "agent.engine_wait_s",
+        "agent.partial_tokens",
+        "run.eval_every",
+        "run.restarts_max",
+        "run.sinks",
+        "engine.count",
+        "engine.kv_cache_gib",
+    ),
     *("checkpoint.", "limits.", "log.", "agent.workers", "agent.deadline_s", "train.world_size"),
 )
 """Settings that do not change what is learned; all others need `--accept-changes` on resume."""
