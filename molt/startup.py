@@ -5,7 +5,6 @@ import importlib.metadata
 import json
 import platform
 import shutil
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -78,8 +77,8 @@ def check_room(config: Config, model_folder: str, screen: Screen) -> None:
     """
     import psutil
 
-    files = list(Path(model_folder).glob("*.safetensors"))
-    n_parameters = sum(f.stat().st_size for f in files) // _bytes_per_weight(files)
+    files = sorted(Path(model_folder).glob("*.safetensors"))
+    n_parameters = sum(f.stat().st_size // _bytes_per_weight(files[0]) for f in files)
     weight = 4 if config.engine.dtype == "float32" else 2
     trainer = n_parameters * (20 if config.algo.kl_coef > 0 else 16) / 2**30
     engine = n_parameters * weight / 2**30 + config.engine.kv_cache_gib
@@ -108,11 +107,11 @@ def check_room(config: Config, model_folder: str, screen: Screen) -> None:
         )
 
 
-def _bytes_per_weight(files: Sequence[Path]) -> int:
-    """Of the stored checkpoint, from the header of its first file."""
+def _bytes_per_weight(file: Path) -> int:
+    """Of a stored checkpoint, from the header of one of its files."""
     from safetensors import safe_open
 
-    with safe_open(str(files[0]), framework="numpy") as tensors:
+    with safe_open(str(file), framework="numpy") as tensors:
         return 4 if tensors.get_slice(next(iter(tensors.keys()))).get_dtype() == "F32" else 2
 
 
