@@ -54,10 +54,17 @@ logger = logging.getLogger("molt.agents")
 class ChatSession(Protocol):
     """What the server needs of a rollout."""
 
-    token: str
-    model: str
-    sampling: Sampling
-    tokenizer: Any
+    @property
+    def token(self) -> str: ...
+
+    @property
+    def model(self) -> str: ...
+
+    @property
+    def sampling(self) -> Sampling: ...
+
+    @property
+    def tokenizer(self) -> Any: ...
 
     async def chat(self, request: ChatRequest, *, on_piece: Piece | None = None) -> ChatReply: ...
 
@@ -414,8 +421,11 @@ async def _deliver(session: ChatSession, reply_id: str) -> None:
     session.delivered(reply_id)
 
 
-async def read_body(request: Request, bytes_max: int) -> Any:
-    """The JSON of a request; 413 before more than `bytes_max` is held, 400 for other bytes."""
+async def read_body(request: Request, bytes_max: int, empty: Any = None) -> Any:
+    """The JSON of a request; 413 before more than `bytes_max` is held, 400 for other bytes.
+
+    `empty`: what a body of no bytes means, if it means anything.
+    """
     length = request.headers.get("content-length", "0")
     parts, size = [], 0
     if not length.isdecimal() or int(length) <= bytes_max:
@@ -428,6 +438,8 @@ async def read_body(request: Request, bytes_max: int) -> Any:
         size = int(length)
     if size > bytes_max:
         raise HttpError(413, f"a body of more than {bytes_max} bytes", "request_too_large")
+    if not size and empty is not None:
+        return empty
     try:
         return msgspec.json.decode(b"".join(parts))
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
