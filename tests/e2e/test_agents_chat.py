@@ -210,5 +210,5 @@ def check_log(log: Log, config: Any) -> None:
     rows = {r.rollout_id: r for r in plan_group(fold, group, 1, config)}
     assert rows["train-0/0"].reward == 1.75 and rows[late].reward == 0.75
     assert {r.in_baseline for r in rows.values() if r.reward is None} == {False}
-    judged = "select sum(len(list_filter(train, x -> x = 1))) from segments where role = 'judge'"
+    judged = "select sum(list_sum(train)) from segments where role = 'judge'"
     assert log.sql(judged).fetchall() == [(0,)]

@@ -16,11 +16,12 @@ from molt.agents.guard import RolloutFailed, checked_result
 from molt.agents.types import ChatRequest
 from molt.relabel import relabel
 from molt.rollout.engines import SPILL, EngineSource
-from molt.rollout.resume import Recorded, n_sampled, recorded_pieces, source_of
+from molt.rollout.resume import Recorded, n_sampled, recorded_pieces
 from molt.rollout.session import _retried
 from molt.rollout.types import Completion, join
 from molt.rollout.vllm_calls import version_runs
 from molt.schemas.errors import EngineError, SegmentRejected
+from molt.schemas.records import Ref
 from molt.store import Log, Writer
 from molt.store.fold import COLUMNS, STREAMS, Fold
 
@@ -123,7 +124,7 @@ def test_which_call_a_request_repeats(known: list[Any], more: dict, found: int |
     assert repeated is (None if found is None else known[found])
 
 
-def attempt_with_a_piece(w: Writer) -> list[dict[str, Any]]:
+def attempt_with_a_piece(w: Writer) -> list[Ref]:
     """A whole reply, a second one in two parts, the last of which never came; a fork."""
     first = make.segment(ids=[1, 2, 3, 4], sampled=[0, 0, 1, 1])
     child = {"segment": 1, "parent": 0, "keep": 4, "parent_digest": first["digest"]}
@@ -132,19 +133,13 @@ def attempt_with_a_piece(w: Writer) -> list[dict[str, Any]]:
     third = make.segment(ids=[7, 8], finish_reason="partial", **child)
     child = {"segment": 3, "parent": 0, "keep": 3, "parent_digest": first["digest"]}
     fork = make.segment(ids=[9, 9], sampled=[0, 1], **child)
-    rows = [first, second, third, fork]
-    for row in rows:
-        w.append("segments", row)
+    tickets = [w.append("segments", row) for row in (first, second, third, fork)]
     w.flush()
-    return rows
+    return [ticket.result() for ticket in tickets]
 
 
 def test_recorded_replies_are_found_by_their_prompt(log: Log, w: Writer) -> None:
-    w.append("prompts", make.prompt(0, n=1))
-    attempt_with_a_piece(w)
-    fold = Fold(log.tail(streams=STREAMS, columns=COLUMNS))
-    fold.update()
-    rows = log.rows(source_of(fold, "train-0", "train-0/0"))
+    rows = log.rows(attempt_with_a_piece(w))
     assert [r["segment"] for r in rows] == [0, 1, 2, 3] and n_sampled(rows) == 6
     recorded = Recorded(rows)
     assert recorded.pop([1, 2, 3]) == [] and recorded.pop([1]) == []
@@ -155,20 +150,6 @@ def test_recorded_replies_are_found_by_their_prompt(log: Log, w: Writer) -> None
     assert one.token_ids.tolist() == [6] and two.token_ids.tolist() == [7, 8]
     assert one.version_runs == ((1, 0, 1),) and one.finish_reason == "partial"
     assert row["segment"] == 1 and np.isclose(one.logprobs, [-0.25]).all()
-
-
-def test_only_attempts_of_this_lineage_are_gone_on_from(log: Log, w: Writer) -> None:
-    """The newest one with tokens whose versions are all published; else there is none."""
-    w.append("prompts", make.prompt(0, n=1))
-    w.append("segments", make.segment())
-    w.append("segments", make.segment(attempt=1))
-    w.append("segments", make.segment(attempt=2, version=9))
-    w.flush()
-    fold = Fold(log.tail(streams=STREAMS, columns=COLUMNS))
-    fold.update()
-    (ref,) = source_of(fold, "train-0", "train-0/0")
-    assert log.row(ref)["attempt"] == 1
-    assert source_of(fold, "train-0", "train-0/1") == source_of(fold, "train-7", "train-7/0") == ()
 
 
 def test_a_late_reward_closes_and_a_relabel_replaces(log: Log, w: Writer) -> None:
