@@ -20,6 +20,7 @@ def agent_commands(
     add_command: Callable[..., argparse.ArgumentParser],
     run_fields: Callable[[argparse.Namespace], int],
     run_serve: Callable[[argparse.Namespace], int],
+    add_run_options: Callable[[argparse.ArgumentParser], None],
 ) -> None:
     """Add `molt agent fields` and `molt agent serve`."""
     c = command("agent", lambda args: 2, "The HTTP side of agents.", "molt agent fields")
@@ -40,8 +41,7 @@ def agent_commands(
         "molt agent serve molt/recipes/demo.toml --port 8700",
     )
     s.add_argument("config", help="TOML file, or a log: its newest configuration goes on")
-    s.add_argument("--set", action="append", default=[], metavar="A.B=C", help="override a key")
-    s.add_argument("--accept-changes", action="store_true")
+    add_run_options(s)
     s.add_argument("--host", default="127.0.0.1")
     s.add_argument("--port", type=int, default=8700)
     s.add_argument("--public", action="store_true", help="allow a host that others can reach")
