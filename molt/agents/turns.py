@@ -88,12 +88,12 @@ class Found:
 
 
 def find_turn(roots: Sequence[Turn], messages: Messages) -> Found:
-    """The longest match over all turns; of equal ones the latest."""
+    """The longest match over all turns; of equal ones that with most thoughts, then the latest."""
     best: Turn | None = None
-    why = (0, 0, "new_conversation")
-    stack = [(turn, 0) for turn in roots]
+    rank, why = (0, 0), (0, 0, "new_conversation")
+    stack = [(turn, 0, 0) for turn in roots]
     while stack:
-        turn, at = stack.pop()
+        turn, at, n_strange = stack.pop()
         end = at
         for known, given in zip(turn.prompt.messages, messages[at:], strict=False):
             if not same(known, given):
@@ -103,11 +103,15 @@ def find_turn(roots: Sequence[Turn], messages: Messages) -> Found:
         why = max(why, _departure(at, end, all_known, messages))
         if not all_known or end == len(messages):
             continue
-        if messages[end] == turn.echo or same(turn.reply, messages[end]):
-            turn.echo = messages[end]
-            if best is None or turn.n_messages > best.n_messages:
-                best = turn
-            stack += [(child, end + 1) for child in turn.children]
+        echo = messages[end]
+        if echo != turn.echo:
+            if not same(turn.reply, echo) or (_reasoning(echo) and not _reasoning(turn.reply)):
+                continue
+            turn.echo = echo
+        n_strange += _reasoning(echo) != _reasoning(turn.reply)
+        if (end + 1, -n_strange) > rank:
+            best, rank = turn, (end + 1, -n_strange)
+        stack += [(child, end + 1, n_strange) for child in turn.children]
     thoughts: dict[int, dict[str, Any]] = {}
     strange: dict[Turn, str] = {}
     at = 0

@@ -197,6 +197,28 @@ def test_several_answers_of_one_request_are_branches() -> None:
     p.check()
 
 
+def test_of_equal_answers_the_one_with_the_same_thoughts_goes_on() -> None:
+    for template in (PLAIN, THINKING):
+        p = player(template)
+        placed = p.capture.place(ChatRequest(messages=[Q], n=4))
+        for thought in ("a", "b", None, "c"):
+            p.answer(placed, reply(None, thought, (call("c1"),)))
+        for segment, thought in ((1, "b"), (2, None), (0, "a")):
+            echo = reply(None, thought, (call("c1"),)).message()
+            more = p.ask([Q, echo, tool("c1", "rain")], reply("Rain."))
+            assert (more.parent, more.reason) == (segment, None)
+        p.check()
+
+
+def test_a_thought_that_was_never_had_is_an_edit() -> None:
+    p, answer = player(THINKING), reply("Look.", None, (call("c1"),))
+    p.ask([Q], answer)
+    echo = answer.message() | {"reasoning_content": "hm"}
+    placed = p.ask([Q, echo, tool("c1", "rain")], reply("Rain."))
+    assert (placed.reason, p.branches) == ("edited_reply", 2)
+    p.check()
+
+
 def test_turns_at_the_same_time_become_branches() -> None:
     p, answer = player(), reply("4")
     p.ask([Q], answer)
