@@ -21,7 +21,7 @@ from molt.store.cold import FOLDER, ColdFile, check_address, load
 from molt.store.cold import NAME as COLD_NAME
 from molt.store.commit import Commit
 from molt.store.control import NAME, Lineage, Record, lineage_of, read_control_commit, to_record
-from molt.store.files import names
+from molt.store.files import STORE
 from molt.store.log import Log
 from molt.store.reader import (
     BUCKET,
@@ -72,7 +72,7 @@ class _Report:
         if folder.is_dir():
             hidden = sorted(p for p in folder.iterdir() if p.name.startswith("."))
             self.leftovers += [str(p.relative_to(self.log)) for p in hidden]
-        return names(folder)
+        return STORE.list(folder)
 
     def read(self, size: int) -> None:
         self.bytes += size
@@ -171,7 +171,7 @@ class _Data:
     def run(self) -> None:
         data = self.report.log / "data"
         self._cold_files()
-        epochs = [writer_epoch(w) for w in names(data) if WRITER_NAME.fullmatch(w)]
+        epochs = [writer_epoch(w) for w in STORE.list(data) if WRITER_NAME.fullmatch(w)]
         if max(epochs, default=0) > self.lineage.newest_epoch:
             self.report.problem(
                 self.report.log / CONTROL_DIR,
@@ -315,7 +315,7 @@ def _fits(row: Mapping[str, Any], parent: Parent) -> bool:
 def marker_fits(path: Path, row: Mapping[str, Any]) -> bool:
     """True if a checkpoint's marker is that of its record."""
     try:
-        found = json.loads(path.read_bytes())
+        found = json.loads(STORE.read(path))
     except (OSError, ValueError):
         return False
     names = ("epoch", "step", "state_digest")

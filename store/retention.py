@@ -26,7 +26,7 @@ from molt.store.compact import (
 )
 from molt.store.control import Record, lineage_of
 from molt.store.doctor import marker_fits
-from molt.store.files import NameTaken, make_dirs, names, publish, remove, replace
+from molt.store.files import STORE, NameTaken, make_dirs, replace
 from molt.store.log import Log
 from molt.store.reader import CommitFile, hot_files, writer_names
 
@@ -74,8 +74,8 @@ def register_reader(
 
 def unregister_reader(log: Log, name: str) -> None:
     """Let retention pass; a reader that is not registered is no error."""
-    if (log.path / READERS).is_dir():
-        remove([log.path / READERS / f"{name}.json"])
+    if STORE.list(log.path / READERS):
+        STORE.delete([log.path / READERS / f"{name}.json"])
 
 
 def readers(log: Log, now: datetime.datetime) -> dict[str, dict[str, int]]:
@@ -84,9 +84,9 @@ def readers(log: Log, now: datetime.datetime) -> dict[str, dict[str, int]]:
     One that cannot be read is LogCorrupt: what it needs is unknown, so nothing may go.
     """
     found = {}
-    for file in names(log.path / READERS):
+    for file in STORE.list(log.path / READERS):
         try:
-            text = json.loads((log.path / READERS / file).read_bytes())
+            text = json.loads(STORE.read(log.path / READERS / file))
             expires = datetime.datetime.fromisoformat(text["expires"])
             next_seq = {str(w): int(seq) for w, seq in text["next_seq"].items()}
         except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -178,12 +178,12 @@ def retire(
     at any point leaves files behind their tombstone; the next call deletes them.
     """
     if not dry_run:
-        remove(_left_behind(log.path))
+        STORE.delete(_left_behind(log.path))
     found = plan_retirement(log, now=now, routing=routing)
     if not dry_run:
         for stream, places in found.commits.items():
             _bury(log.path, stream, places)
-        remove(found.files)
+        STORE.delete(found.files)
     return {**found.to_json(), "dry_run": dry_run}
 
 
@@ -191,8 +191,7 @@ def _bury(log: Path, stream: str, places: list[Place]) -> None:
     while True:
         path = next_path(log, stream, cold_files(log))
         try:
-            make_dirs(path.parent)
-            publish(path, encode_cold(stream, "", sorted(places), None))
+            STORE.put(path, encode_cold(stream, "", sorted(places), None))
             return
         except NameTaken:
             continue

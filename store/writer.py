@@ -33,7 +33,7 @@ from molt.schemas.streams import (
     schema_id,
 )
 from molt.store.commit import encode
-from molt.store.files import NameTaken, PublishUnknown, make_dirs, publish
+from molt.store.files import STORE, NameTaken, PublishUnknown, make_dirs
 from molt.store.hints import HOST, announce
 from molt.store.reader import END, commit_path
 
@@ -297,8 +297,7 @@ class Writer:
                 extra=self._routing if stream == "routing" else None,
             )
             try:
-                make_dirs(path.parent)
-                publish(path, raw)
+                STORE.put(path, raw)
             except (PublishUnknown, NameTaken):
                 # The outcome is unknown: this directory is dead, unacknowledged rows move on.
                 self._open_directory()
