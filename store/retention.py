@@ -25,12 +25,12 @@ from molt.store.compact import (
 from molt.store.control import Record, lineage_of
 from molt.store.doctor import marker_fits
 from molt.store.files import STORE, NameTaken
+from molt.store.fold import MARKER
 from molt.store.log import Log
 from molt.store.reader import CommitFile, hot_files, read_commit, writer_names
 from molt.store.readers import readers
 
 KeepRouting = Literal["checkpoint", "all", "none"]
-MARKER = "COMPLETE"
 
 
 @dataclass(slots=True)
