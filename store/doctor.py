@@ -6,6 +6,7 @@ is the digest and length of its segment. Damage is reported and never repaired.
 
 import json
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +18,7 @@ from molt.schemas.check import Parent, check_enums, check_routing_shape, check_r
 from molt.schemas.columns import normalise, to_rows
 from molt.schemas.control import CONTROL, HEADERS
 from molt.schemas.errors import LogCorrupt, MoltError, SegmentRejected
+from molt.store.advice import disk_use, mount_of, sweep
 from molt.store.cold import FOLDER, ColdFile, check_address, load
 from molt.store.cold import NAME as COLD_NAME
 from molt.store.commit import Commit
@@ -79,14 +81,18 @@ class _Report:
         self.progress(self.bytes, max(self.total, self.bytes))
 
 
-def doctor(path: str | Path, progress: Progress | None = None) -> dict[str, Any]:
+def doctor(
+    path: str | Path, progress: Progress | None = None, *, repair: bool = False
+) -> dict[str, Any]:
     """Verify the log at `path`; `progress(done_bytes, total_bytes)` is called after each file.
 
+    `repair` first removes leftovers of closed writers (`advice.sweep`); damage is never repaired.
+
     Returns {"ok", "commits", "rows", "bytes", "problems": [{"file", "why"}], "by_stream",
-    "invisible", "leftovers", "retired", "retired_checkpoints"}. `invisible` counts commits behind
-    their writer's end: rows of a fenced worker, no damage; `retired` those that retention removed;
-    `leftovers` are files of interrupted publishes and compactions. Raises FileNotFoundError if
-    there is no log and SchemaMismatch for a newer format.
+    "invisible", "leftovers", "retired", "retired_checkpoints", "repaired", "disk", "mount"}.
+    `invisible` counts commits behind their writer's end: rows of a fenced worker, no damage;
+    `retired` those that retention removed; `leftovers` are files of interrupted publishes and
+    compactions. Raises FileNotFoundError if there is no log, SchemaMismatch for a newer format.
     """
     log = Path(path).absolute()
     report = _Report(log, progress or (lambda done, total: None), _total_bytes(log))
@@ -94,6 +100,7 @@ def doctor(path: str | Path, progress: Progress | None = None) -> dict[str, Any]
         Log.open(log)
     except LogCorrupt as error:
         report.problem(log / "format.json", error)
+    repaired = sweep(log) if repair else []
     records = _control(report)
     data = _Data(report, lineage_of(records) if records else Lineage(epoch=0))
     data.run()
@@ -108,6 +115,9 @@ def doctor(path: str | Path, progress: Progress | None = None) -> dict[str, Any]
         "by_stream": report.by_stream,
         "invisible": report.invisible,
         "leftovers": report.leftovers,
+        "repaired": repaired,
+        "disk": disk_use(log, time.time()),
+        "mount": mount_of(log),
         "retired": report.retired,
         "retired_checkpoints": report.retired_checkpoints,
     }
