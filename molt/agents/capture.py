@@ -23,7 +23,16 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from molt.agents.render import Renderer
-from molt.agents.turns import Found, Int32s, Prompt, Turn, find_turn, in_call_order, same
+from molt.agents.turns import (
+    Found,
+    Int32s,
+    Prompt,
+    Turn,
+    find_turn,
+    in_call_order,
+    same,
+    well_formed,
+)
 from molt.agents.types import ChatRequest, Messages, ParsedReply
 from molt.schemas.errors import SegmentRejected, TemplateError
 
@@ -84,6 +93,12 @@ class Capture:
 
     def place(self, request: ChatRequest) -> Placement:
         """Where `request` continues; TemplateError if its messages cannot be rendered."""
+        wrong = [i for i, m in enumerate(request.messages) if not well_formed(m)]
+        if wrong or not request.messages:
+            raise TemplateError(
+                f"messages {wrong} of {len(request.messages)}: each needs a role, its tool calls a "
+                "function each, and a request at least one message"
+            )
         messages = in_call_order(request.messages)
         found = find_turn(self._roots, messages)
         after, rewritten = found.turn, None
@@ -282,9 +297,8 @@ class Capture:
             return self.renderer.encode(text)
         message, marks = after.shown[self._with_calls]
         last = after.last_token
-        if (
-            after.open_thought and len(marks) > 1 and marks[0] in text
-        ):  # the template closes it, then an empty reply
+        if after.open_thought and marks[0] in text:
+            # The template closes the thought; then comes its placeholder for what was never said.
             marks, text = marks[:1], text.replace(marks[1], "", 1)
         end = max(text.rfind(mark) + len(mark) for mark in marks if mark in text)
         rest = text[end:]

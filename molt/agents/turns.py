@@ -143,6 +143,16 @@ def _departure(at: int, end: int, all_known: bool, messages: Messages) -> tuple[
     return end, 1, "branched" if end == at else "rewritten_history"
 
 
+def well_formed(message: Any) -> bool:
+    """True for what can be compared: a dict with a role, tool calls with a function each."""
+    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+        return False
+    calls = message.get("tool_calls") or []
+    return isinstance(calls, list) and all(
+        isinstance(c, dict) and isinstance(c.get("function"), dict) for c in calls
+    )
+
+
 def same(a: dict[str, Any], b: dict[str, Any]) -> bool:
     """True if two messages mean the same, reasoning apart."""
     return a == b or _canonical(a) == _canonical(b)
@@ -154,7 +164,7 @@ def _canonical(message: dict[str, Any]) -> dict[str, Any]:
     if message["role"] != "assistant":
         out.update((k, v) for k, v in message.items() if v and k != "content")
     out["tool_calls"] = [
-        (c.get("id"), c["function"]["name"], json_value(c["function"].get("arguments")))
+        (c.get("id"), c["function"].get("name"), json_value(c["function"].get("arguments")))
         for c in message.get("tool_calls") or ()
     ]
     return out

@@ -240,6 +240,9 @@ def test_a_second_continuation_shares_what_it_can() -> None:
     placed = p.ask([Q, answer.message(), user("And 5+5?")], reply("10"))
     assert (placed.reason, placed.parent) == ("branched", 1)
     assert p.text(p.seen[1][0][: placed.keep]).endswith("<|im_start|>user\nAnd ")
+    early = p.ask([Q, answer.message(), tool("c1", "10")], reply("10"))
+    assert (early.reason, early.parent) == ("branched", 1)
+    assert p.text(early.prompt_ids[len(p.seen[0][0]) : early.keep]) == "\n<|im_start|>"
     p.check()
 
 
@@ -328,6 +331,23 @@ def test_another_context_than_was_placed_is_refused() -> None:
     with pytest.raises(SegmentRejected, match=f"the {len(placed.delta_ids)} context tokens"):
         p.capture.accept(placed, [(0, wrong)], reply("4"), "stop")
     assert p.capture.links == {} and not p.capture.forks
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        [],
+        ["no message"],
+        [{"content": "no role"}],
+        [{"role": "assistant", "tool_calls": "none"}],
+        [{"role": "assistant", "tool_calls": [{"id": "c1"}]}],
+    ],
+)
+def test_what_is_no_conversation_is_refused(messages: list) -> None:
+    p = player()
+    p.ask([Q], reply("4"))
+    with pytest.raises(TemplateError, match="each needs a role"):
+        p.capture.place(ChatRequest(messages=messages))
 
 
 def test_messages_are_compared_as_parsed() -> None:

@@ -1,5 +1,7 @@
 """The renderer: the tokenizer's own template, in the form that vLLM's server gives it."""
 
+from typing import Any
+
 import chats
 import pytest
 from chats import PLAIN, call, reply, tool, user
@@ -54,6 +56,26 @@ def test_a_template_that_refuses_says_why() -> None:
         Renderer(fast_tokenizer(None)).render([user("q")], generate=True)
     with pytest.raises(TemplateError, match="give one as `template`"):
         Renderer(chats.own_tokenizer())
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        {"content": "no role"},
+        {"role": "assistant", "content": None, "tool_calls": [{"id": "c1"}]},
+        {"role": "assistant", "content": None, "tool_calls": "none"},
+        "no message",
+    ],
+)
+def test_what_is_no_message_is_refused_by_name(message: Any) -> None:
+    with pytest.raises(TemplateError, match="cannot render these messages"):
+        chats.renderer().render([user("q"), message], generate=True)
+
+
+def test_text_that_is_not_unicode_is_refused() -> None:
+    for r in (chats.renderer(), Renderer(fast_tokenizer())):
+        with pytest.raises(TemplateError, match="not Unicode"):
+            r.encode("half a pair: \ud800")
 
 
 def test_a_template_cannot_reach_out() -> None:
