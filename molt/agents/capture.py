@@ -113,6 +113,9 @@ class Capture:
         keep, parent, extends = self._keep(after, messages, np.array(ids, np.int32))
         n_known = after.n_messages if after else 0
         prompt_ids = chain + ids
+        tools = tuple(request.tools)
+        if after and after.prompt.tools == tools:
+            tools = after.prompt.tools  # every request brings a copy; keep one
         return Placement(
             parent=parent,
             keep=keep,
@@ -123,7 +126,9 @@ class Capture:
             prompt=Prompt(
                 after=after,
                 messages=messages[n_known:],
-                request=request,
+                n_messages=len(messages),
+                tools=tools,
+                template=request.template,
                 text=fits.text,
                 ids=np.array(ids, np.int32),
                 n_checked=fits.n_checked,
@@ -228,8 +233,8 @@ class Capture:
             and not found.thoughts
             and not found.strange
             and all(m["role"] == "tool" and isinstance(m.get("content"), str) for m in new)
-            and tuple(last.prompt.request.tools) == tuple(request.tools)
-            and last.prompt.request.template == request.template
+            and last.prompt.tools == tuple(request.tools)
+            and last.prompt.template == request.template
         )
 
     def _render_ends(self, path: list[Turn], new: Messages, request: ChatRequest) -> str | None:
@@ -282,9 +287,7 @@ class Capture:
         """True if the template shows this part of a reply that is the last message."""
         last = [{"role": "user", "content": "-"}, turn.shown[self._with_calls][0]]
         try:
-            return mark in self.renderer.render(
-                last, (), turn.prompt.request.template, generate=False
-            )
+            return mark in self.renderer.render(last, (), turn.prompt.template, generate=False)
         except TemplateError:
             return True
 
@@ -354,10 +357,13 @@ class Capture:
         message: dict[str, Any] = {"role": "assistant"}
         if reply.reasoning:
             message["reasoning_content"] = mark()
+        n_thoughts = len(marks)
         # Thoughts that no parser took out stay recognizable for a template that takes them out.
         parts = re.split(r"(</?think>)", reply.content or "")
-        content = "".join(mark() if p.strip() and "think>" not in p else p.strip() for p in parts)
-        plain = {**message, "content": content or mark()}
+        tags = ("<think>", "</think>")
+        content = "".join(p if p in tags else mark() if p.strip() else "" for p in parts)
+        n_said = len(marks)
+        plain = {**message, "content": content if n_said > n_thoughts else content + mark()}
         n_plain = len(marks)
         if not reply.tool_calls:
             return dict.fromkeys((False, True), (plain, marks))
@@ -370,16 +376,15 @@ class Capture:
             for call in reply.tool_calls
         ]
         full = {**message, "content": content, "tool_calls": calls}
-        shown = [m for m in marks if content or m != plain["content"]]
-        return {False: (plain, marks[:n_plain]), True: (full, shown)}
+        return {False: (plain, marks[:n_plain]), True: (full, marks[:n_said] + marks[n_plain:])}
 
 
 def _changed(after: Turn | None, request: ChatRequest) -> str:
     """Why the same messages no longer render as they did."""
     assert after is not None
-    if tuple(after.prompt.request.tools) != tuple(request.tools):
+    if after.prompt.tools != tuple(request.tools):
         return "tools_changed"
-    same_template = after.prompt.request.template == request.template
+    same_template = after.prompt.template == request.template
     return "template_rewrites_history" if same_template else "template_changed"
 
 

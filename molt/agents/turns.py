@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from molt.agents.render import plain_content
-from molt.agents.types import ChatRequest, Messages
+from molt.agents.types import Messages
 
 Int32s = npt.NDArray[np.int32]
 
@@ -27,7 +27,10 @@ class Prompt:
     """The turn whose reply is the last one that the prompt splices."""
     messages: Messages
     """What follows that reply (all messages at a root), tool results in call order."""
-    request: ChatRequest
+    n_messages: int
+    """All messages of the request."""
+    tools: tuple[dict[str, Any], ...]
+    template: dict[str, Any]
     text: str
     """Rendered text from the end of `after`'s text to where the reply begins."""
     ids: Int32s
@@ -62,7 +65,7 @@ class Turn:
     @property
     def n_messages(self) -> int:
         """Messages of the conversation up to and with this reply."""
-        return len(self.prompt.request.messages) + 1
+        return self.prompt.n_messages + 1
 
     def path(self) -> "list[Turn]":
         """From the root to this turn."""

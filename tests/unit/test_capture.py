@@ -292,6 +292,30 @@ def test_a_fork_never_divides_a_media_run() -> None:
     assert (other.keep, other.parent) == (start, 0)
 
 
+@pytest.mark.parametrize("text", ["I think> so", "<think>", "</think>\n", "", " \n"])
+def test_odd_content_is_spliced_too(text: str) -> None:
+    p = player()
+    placed = after(p, reply(text), user("So?"))
+    assert (placed.reason, p.branches) == (None, 1)
+    p.check()
+
+
+def test_a_long_rollout_keeps_each_message_once() -> None:
+    p, messages, tools = player(), [Q], ({"type": "function", "function": {"name": "f"}},)
+    for i in range(20):
+        answer = reply(f"Call {i}.", None, (call(f"c{i}"),))
+        given = json.loads(json.dumps([messages, tools]))
+        p.ask(given[0], answer, tools=tuple(given[1]))
+        messages += [answer.message(), tool(f"c{i}", "rain")]
+    turns = p.capture._roots[0]
+    kept, tools_kept = 0, set()
+    while turns is not None:
+        kept += len(turns.prompt.messages)
+        tools_kept.add(id(turns.prompt.tools))
+        turns = turns.children[0] if turns.children else None
+    assert kept == 20 and len(tools_kept) == 1
+
+
 def test_a_control_token_in_a_message_is_encoded_as_one() -> None:
     """As every server does; recorded as the engine saw it, and no end is found by looking."""
     p = player()
