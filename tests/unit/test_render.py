@@ -107,6 +107,13 @@ def test_content_is_none_only_where_calls_would_be_hidden_otherwise() -> None:
     assert chats.renderer(joins).render(ASKED, generate=False).startswith("x[{")
 
 
+def test_reasoning_has_both_of_its_names() -> None:
+    r = chats.renderer(
+        "{% for m in messages %}{{ m.reasoning }}/{{ m.reasoning_content }}{% endfor %}"
+    )
+    assert r.render([reply("4", "hm").message()], generate=False) == "hm/hm"
+
+
 def test_malformed_arguments_can_be_shown_as_history() -> None:
     bad = [user("q"), reply("Hm.", None, (call("c1", '{"city'),)).message(), tool("c1", "error")]
     r = chats.renderer(chats.recorded_template("trl_qwen3_5_think.jinja")[0])
