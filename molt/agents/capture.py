@@ -337,7 +337,7 @@ class Capture:
         extends = keep == shared.n_chain
         for first, n in (run for t in shared.path() for run in t.media):
             if first < keep < first + n:
-                keep, extends = first, False
+                keep = first
         if keep == 0:
             return 0, None, False
         parent = shared.segment

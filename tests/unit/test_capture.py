@@ -354,10 +354,10 @@ def test_an_edit_that_the_template_hides_extends_by_its_ids() -> None:
 
 
 def test_white_space_before_the_end_of_turn_is_not_repeated() -> None:
-    p = player(PLAIN.replace("<|im_end|>\n{% endfor %}", "\n<|im_end|>\n{% endfor %}"))
+    p = player(PLAIN.replace("{{ m.content }}", "{{ m.content + ' ' }}"))
     placed = after(p, reply("4"), user("So?"))
     assert placed.reason is None
-    assert p.text(placed.prompt_ids).count("4<|im_end|>\n<|im_start|>user") == 1
+    assert "assistant\n4<|im_end|>\n<|im_start|>user" in p.text(placed.prompt_ids)
 
 
 def test_a_template_that_shows_no_replies_starts_over() -> None:
