@@ -72,7 +72,7 @@ class ChatSession(Protocol):
         request: ChatRequest,
         *,
         on_piece: Piece | None = None,
-        on_id: Callable[[str], None] | None = None,
+        on_call: Callable[[Any], None] | None = None,
     ) -> ChatReply: ...
 
     def delivered(self, reply_id: str) -> None: ...
@@ -330,19 +330,19 @@ class Agents:
     ) -> Response:
         """Wait for the first piece, so that a refused request is an error and not a stream."""
         pieces: Pieces = asyncio.Queue()
-        ids: list[str] = []
+        started: list[Any] = []
         task = self._start(
             wire,
             session,
             call,
             on_piece=lambda index, new, finish: pieces.put_nowait((index, new)),
-            on_id=ids.append,
+            on_call=started.append,
         )
         task.add_done_callback(lambda t: pieces.put_nowait(None))
         first = await pieces.get()
         if first is None:
             task.result()
-        stream = wire.Stream(call, ids[0], int(time.time()), session.tokenizer.decode)
+        stream = wire.Stream(call, started[0], int(time.time()), session.tokenizer.decode)
         events = _events(stream, request, session, call, task, pieces, first)
         return StreamingResponse(
             events, media_type="text/event-stream", headers={"cache-control": "no-cache"}

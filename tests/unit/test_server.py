@@ -197,6 +197,8 @@ def test_anthropic_stream_has_the_events_of_the_wire(tools: Any) -> None:
         ) as stream:
             async for event in stream:
                 kinds.append(event.type)
+                if event.type == "message_start":
+                    assert event.message.usage.input_tokens == 11
             return kinds, await stream.get_final_message()
 
     kinds, final = with_anthropic(session, use)
