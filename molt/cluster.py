@@ -148,9 +148,15 @@ class Cluster:
 
     async def announce(self, engines: Mapping[str, Any]) -> None:
         """Tell the workers of engines that were started again."""
-        for name, engine in engines.items():
-            handle = RayEngine(name, engine, self.epoch)
-            await asyncio.gather(*(self.call(w, "replace_engine", handle) for w in self.workers))
+        calls = [
+            self.call(worker, "replace_engine", RayEngine(name, engine, self.epoch))
+            for name, engine in engines.items()
+            for worker in self.workers
+        ]
+        for answer in await asyncio.gather(*calls, return_exceptions=True):
+            # A worker that died meanwhile is replaced, and its successor knows all engines.
+            if isinstance(answer, BaseException) and not isinstance(answer, WorkerDied):
+                raise answer
 
     async def start_trainer(self) -> dict[str, Any]:
         import ray

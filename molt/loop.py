@@ -28,7 +28,7 @@ from molt.publish import Published, Publisher
 from molt.recovery import Start
 from molt.replay.lag import holds_back
 from molt.replay.redo import plan_digest, sketch_rows
-from molt.schemas.errors import MoltError
+from molt.schemas.errors import EngineError, MoltError
 from molt.schemas.records import PlanRow, Version
 from molt.schemas.text import canonical_json
 from molt.screen import Screen
@@ -291,16 +291,20 @@ class Run:
         Engines that were started again take part, before their first token.
         """
         self._phase("refit", f"step {self.step}: refitting the engines, probe")
-        restarted = self.cluster.restarted()
-        while not (self.publisher.engines or restarted):
-            await self.cluster.restart_done()
-            restarted = self.cluster.restarted()
-        self.publisher.engines |= restarted
-        published = await self.publisher.refit(self.step)
+        fresh: dict[str, Any] = {}
+        while True:
+            fresh |= self.cluster.restarted()
+            self.publisher.engines |= fresh
+            try:
+                published = await self.publisher.refit(self.step)
+                break
+            except EngineError:
+                if self.publisher.engines or not await self.cluster.restart_done():
+                    raise
         if Version(epoch=self.epoch, version=self.step) not in self.fold.policies:
             self.record_policy(published)
         await self.publisher.resume()
-        await self.cluster.announce(restarted)
+        await self.cluster.announce(fresh)
 
     async def refit_restarted(self) -> None:
         """Give engines that are up again the present weights."""

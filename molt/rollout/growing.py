@@ -73,11 +73,7 @@ class Growing:
         said = self.text
         if self.finish_reason == "stop" and whole.stop_token is None:
             # A stop string ended it: sampled and recorded, and not part of what is said.
-            said = said[
-                : min(
-                    (at for s in self.sampling.stop if (at := said.find(s)) >= 0), default=len(said)
-                )
-            ]
+            said = min((said.partition(s)[0] for s in self.sampling.stop), key=len, default=said)
         self.reply = desk.parser.parse(ids, said, self.request)
         if self.finish_reason == "stop" and self.reply.tool_calls:
             self.finish_reason = "tool_calls"

@@ -133,6 +133,7 @@ class Session:
     ) -> None:
         """source: segments of an earlier attempt; what of them is not used again is regenerated."""
         self.desk, self.a = desk, a
+        self.model, self.tokenizer = desk.model, desk.tokenizer
         self.recorded = Recorded(())
         """Replies of an earlier attempt that are used again."""
         self.token = secrets.token_urlsafe(24)
@@ -159,14 +160,6 @@ class Session:
         """By id: the call, and the last segment of its first choice; in order of completion."""
         self._tickets: list[Ticket] = []
         self._ended = False
-
-    @property
-    def model(self) -> str:
-        return self.desk.model
-
-    @property
-    def tokenizer(self) -> Any:
-        return self.desk.tokenizer
 
     # -- calls of the model --------------------------------------------------------------------
 

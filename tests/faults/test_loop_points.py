@@ -15,16 +15,18 @@ import pytest
 from simulation import Simulation, config
 
 from molt import checkpoints, recovery
-from molt.config import Config
+from molt.config import Config, to_dict
 from molt.publish import Gap, Published
+from molt.schemas.text import canonical_json
 from molt.store import Log, control
 from molt.store.control import lineage_of
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "e2e"))
-from test_trainer import free_port, settings
+from test_trainer import free_port
 from tiny import tiny_tied_llama
 
 from molt.train.actor import TrainerActor
+from molt.train.settings import trainer_settings
 
 pytestmark = pytest.mark.e2e
 
@@ -75,7 +77,7 @@ class Driver(Simulation):
     """The simulation with a real trainer: recovery, training, checkpoints, redo."""
 
     def __init__(self, path: Path, conf: Config, trainer: TrainerActor) -> None:
-        super().__init__(path, conf, train_s=5.0)
+        super().__init__(path, conf, train_s=5.0, epoch={"config": canonical_json(to_dict(conf))})
         self.trainer = trainer
         trainer.log = self.run.log
         players: Any = self.players
@@ -131,7 +133,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def trainer(model: Path) -> Iterator[TrainerActor]:
     Log.create(model / "none")
-    options = settings(model, lr=1e-3, seed=0, microbatch_tokens=1024)
+    options = trainer_settings(conf_of(model), str(model / "model"))
     trainer = TrainerActor(
         options, 0, 1, f"tcp://127.0.0.1:{free_port()}", None, str(model / "none")
     )
