@@ -45,6 +45,8 @@ CONCURRENCY_MAX = 1024
 PING_S = 15.0
 """A stream without news says this often that it lives."""
 RETRY_AFTER_S = 1
+KEEP_ALIVE_S = 3600
+"""Longer than any tool runs between two turns: a connection closed under a request is an error."""
 
 Piece = Callable[[int, np.ndarray, str], None]
 Pieces = asyncio.Queue[tuple[int, np.ndarray] | None]
@@ -171,7 +173,13 @@ def listen(app: FastAPI, host: str, port: int, *, public: bool, end: Callable[[]
     # asyncio does this for sockets it made itself; without it each answer waits 40 ms for an ACK.
     listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     config = uvicorn.Config(
-        app, http="httptools", ws="none", lifespan="off", log_config=None, access_log=False
+        app,
+        http="httptools",
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        timeout_keep_alive=KEEP_ALIVE_S,
     )
     server = _Quiet(config)
     task = asyncio.create_task(server.serve(sockets=[listening]), name="molt-agents-server")

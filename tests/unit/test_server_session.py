@@ -18,9 +18,11 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from molt.agents.capture import Capture
+from molt.agents.chat import Context, Result
 from molt.agents.parse import ReplyParser
 from molt.agents.render import Renderer
 from molt.agents.server import Running, serve
+from molt.recipes import python_tool
 from molt.rollout.engines import EngineSource
 from molt.rollout.session import Desk, Session
 from molt.rollout.types import Assignment, Completion
@@ -338,3 +340,61 @@ def test_a_judges_call_is_recorded_with_its_role_and_not_trained(log: Log) -> No
     found = rows(log)
     assert [r["role"] for r in found] == ["agent", "judge", "user_sim", "frozen"]
     assert [bool(sum(r["train"])) for r in found] == [True, False, False, False]
+
+
+CODE = "print(sum(int(d) for d in str(60 ** 12)))"
+
+
+@pytest.mark.parametrize(
+    ("first", "tools"),
+    [
+        (f"Let me compute.\n```python\n{CODE}\n```", None),
+        (
+            "<tool_call>\n"
+            + json.dumps({"name": "python", "arguments": {"code": CODE}})
+            + "\n</tool_call>",
+            "hermes",
+        ),
+    ],
+)
+def test_the_python_tool_recipe_runs_what_the_model_writes(
+    log: Log, first: str, tools: str | None
+) -> None:
+    """A block of code or a call of the tool; the output is the model's next context."""
+
+    async def use(session: Session, engine: Says, running: Running) -> Result:
+        prompt = next(iter(python_tool.heldout_prompts()))
+        assert prompt == {"question": "What is the sum of the digits of 60 ** 12?", "label": 45}
+        context = Context(
+            base_url=running.base_url,
+            api_key=session.token,
+            model=session.model,
+            prompt=prompt,
+            label=prompt["label"],
+            sampling=session.sampling,
+            deadline_s=60,
+            rollout_id="train-0/0",
+            attempt=0,
+            purpose="train",
+        )
+        return await python_tool.PythonTool().run(context)
+
+    result, session, engine = play(log, use, first, "<answer>45</answer>", tools=tools)
+    assert result == Result(rewards={"reward": 1.0}, metrics={"runs": {"ok": 1, "failed": 0}})
+    new = engine.prompts[1].removeprefix(engine.prompts[0] + first)
+    assert "45" in new and len(branches(session.links)) == 1
+    assert [sampled_text(r) for r in rows(log)] == [first, "<answer>45</answer>"]
+
+
+def test_the_python_tool_recipe_asks_what_it_can_check() -> None:
+    held_out = [p["question"] for p in python_tool.heldout_prompts()]
+    first, second = (list(python_tool.train_prompts(seed)) for seed in range(2))
+    trained = first + second
+    assert len(held_out) == python_tool.HELD_OUT
+    assert not set(held_out) & {p["question"] for p in trained}
+    assert list(python_tool.train_prompts(0)) == first != second
+    for prompt in trained[:50]:
+        if "*" in prompt["question"] and "sum" not in prompt["question"]:
+            text = prompt["question"].removeprefix("What is ").rstrip("?")
+            text = text.replace("the remainder of ", "").replace(" divided by ", " % ")
+            assert eval(text) == prompt["label"], prompt
