@@ -201,8 +201,8 @@ def blocks_of(choice: Choice) -> Messages:
 
 def _input(arguments: str) -> dict[str, Any]:
     try:
-        found = json.loads(arguments or "{}")
-    except ValueError:
+        found = msgspec.json.decode(arguments or "{}")  # strict: no NaN, no half of a character
+    except (msgspec.DecodeError, RecursionError):
         found = None
     return found if isinstance(found, dict) else {MALFORMED: arguments}
 
