@@ -284,17 +284,22 @@ class Agents:
         return answer({"data": [row], "has_more": False, "first_id": name, "last_id": name})
 
     def session(self, request: Request) -> ChatSession:
-        """The rollout of this token; all are compared, each in constant time."""
-        bearer = request.headers.get("authorization", "")
-        given = bearer.removeprefix("Bearer ") if bearer else request.headers.get("x-api-key", "")
-        token, found = given.encode(), None
-        for session in tuple(self.sessions.values()):
-            if hmac.compare_digest(session.token.encode(), token):
-                found = session
-        if found is None or not token:
-            why = "no rollout has this token, or it has ended" if token else "no token was sent"
+        """The rollout of this token; all are compared, each in constant time.
+
+        A client may send two: some of Anthropic's add a token of the user's own environment.
+        """
+        bearer = request.headers.get("authorization", "").removeprefix("Bearer ")
+        given = [t.encode() for t in (request.headers.get("x-api-key"), bearer) if t]
+        found = [
+            session
+            for session in tuple(self.sessions.values())
+            for token in given
+            if hmac.compare_digest(session.token.encode(), token)
+        ]
+        if not found:
+            why = "no rollout has this token, or it has ended" if given else "no token was sent"
             raise HttpError(401, f"{why}; use ctx.api_key", "invalid_api_key")
-        return found
+        return found[0]
 
     async def _chat(self, wire: ModuleType, request: Request) -> Response:
         try:
