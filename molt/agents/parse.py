@@ -104,7 +104,7 @@ class ReplyParser:
                 reasoning, content, found = self._new(asked, request).parse(
                     self._readable(ids, text), asked, True, ids
                 )
-                calls = found or ()
+                calls = (found or ())[: None if request.parallel_tool_calls else 1]
             except Exception:  # a parser may raise anything on what a policy samples
                 self.n_failed += 1
                 reasoning, content = None, text

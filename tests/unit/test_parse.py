@@ -69,6 +69,12 @@ def test_thoughts_content_and_calls_are_told_apart() -> None:
     assert len({c.id for c in answer.tool_calls}) == 2
 
 
+def test_without_parallel_calls_the_first_one_counts() -> None:
+    request = ChatRequest(messages=[user("q")], tools=(TOOL,), parallel_tool_calls=False)
+    answer = parse(parser("hermes", None), f"{CALL}\n{CALL}", request)
+    assert [tool_outcome(c.arguments) for c in answer.tool_calls] == [{"a": 1}]
+
+
 @pytest.mark.parametrize(
     "request_",
     [
