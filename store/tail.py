@@ -16,6 +16,7 @@ from molt.schemas.errors import LogCorrupt, LogGap, Retired
 from molt.store.cold import ColdFile, cold_files
 from molt.store.commit import Commit
 from molt.store.control import Lineage, Record, control_numbers, lineage_of, read_record
+from molt.store.hints import Listener
 from molt.store.reader import (
     BUCKET,
     END,
@@ -68,6 +69,28 @@ class Tail:
         self._epochs: list[Record] = []
         self._cursors: dict[str, _Cursor] = {}
         self._cold: list[ColdFile] | None = None
+        self._ear: Listener | None = None
+
+    def wait(self, timeout_s: float) -> bool:
+        """Sleep until a writer of this host has news or `timeout_s` is over; then poll as ever.
+
+        True after a hint. The first call starts listening and returns at once. In a log that this
+        process may not write to there are no hints.
+        """
+        try:
+            if self._ear is None:
+                self._ear = Listener(self.log)
+                return True
+        except OSError:
+            time.sleep(timeout_s)
+            return False
+        return self._ear.wait(timeout_s)
+
+    def close(self) -> None:
+        """Stop listening; only a tail that has waited needs it."""
+        if self._ear is not None:
+            self._ear.close()
+            self._ear = None
 
     def poll(self) -> tuple[list[Record], list[Commit]]:
         """What became visible since the last poll: control records, then data commits."""
