@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import factories as make
 import numpy as np
 import pytest
 from simulation import config, lengths, simulate
@@ -128,6 +129,28 @@ def test_an_unreadable_row_stops_and_drop_goes_on_without_its_group(tmp_path: Pa
     assert group not in planned and again.step == 4
     later = simulate(path, conf, 1).run  # the word is remembered
     assert later.step == 5
+
+
+def test_rows_that_no_redo_needs_are_passed_over_by_the_name_of_their_commit(
+    tmp_path: Path,
+) -> None:
+    """A checkpoint behind the plan: nothing is cut, no group is dropped."""
+    conf, path = config("run.steps=8"), tmp_path / "log"
+    run = simulate(path, conf, 2).run
+    log = run.log
+    folder = path / "checkpoints" / "1-2"
+    folder.mkdir()
+    (folder / "COMPLETE").write_text("{}")
+    row = {"epoch": 1, "step": 2, "path": "checkpoints/1-2", "bytes": 0, "files": []}
+    log.control.put("checkpoint", [{**row, "state_digest": "0" * 16}])
+    ((writer, seq),) = log.sql("select writer, min(seq) from segments group by 1").fetchall()
+    make.flip(path / "data" / writer / "000000" / f"{seq:010d}.segments.arrow", 999)
+    with pytest.raises(RecoveryError, match=f"for no rollout.*--drop {writer}/{seq}"):
+        simulate(path, conf, 1)
+    start = Start(drop=(f"{writer}/{seq}",))
+    assert cut(log.records(), start) == (None, None)
+    later = simulate(path, conf, 1, start=start).run
+    assert later.step == 3 and later.fold.plans.keys() == {1, 2, 3}
 
 
 def test_a_poisonous_rollout_that_no_plan_holds_is_dropped_too(tmp_path: Path) -> None:
