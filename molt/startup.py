@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 PROMPTS_TRIED_MAX = 64
 """Prompts that are tried until the probe has its eight."""
 
-PROCESS_GIB = 1.0
+PROCESS_GIB = 2.0
 """What a process needs besides weights and caches."""
 DISK_MARGIN = 1.1
 
