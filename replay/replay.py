@@ -2,10 +2,11 @@
 
 Start = the newest complete checkpoint before the first step asked for, or the model's own weights;
 every plan from there on is executed in order. Neither vLLM nor Ray takes part. The trainer comes as
-a protocol object from `molt`.
+a protocol object from `molt`. Where bits cannot agree, the sketches must.
 """
 
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -15,6 +16,8 @@ from molt.store.control import lineage_of
 from molt.store.log import Log
 
 MARKER = "COMPLETE"
+CLOSE = 1e-3
+"""Where bits cannot agree: relative tolerance of sketch, loss and gradient norm."""
 
 
 class ReplayTrainer(Protocol):
@@ -55,38 +58,92 @@ def history(log: Log, epoch: int | None = None) -> History:
     return found
 
 
+def restore(
+    log: Log,
+    trainer: ReplayTrainer,
+    found: History,
+    last: int,
+    check: Callable[[int, Any], None] = lambda step, outcome: None,
+) -> int:
+    """Bring the trainer to the state after step `last`: checkpoint, then the plans behind it.
+
+    `check(step, outcome)` sees every step that is executed. Returns the checkpoint's step, 0 for
+    the model's own weights. RecoveryError if a plan that is needed is not in the lineage.
+    """
+    start = 0
+    for step in sorted((s for s in found.checkpoints if s <= last), reverse=True):
+        folder = log.path / found.checkpoints[step]["path"]
+        if (folder / MARKER).exists():
+            start = trainer.load(str(folder))
+            break
+    for step in range(start + 1, last + 1):
+        if step not in found.plans:
+            raise RecoveryError(f"step {step} is not recorded; recorded: {_range(found)}")
+        check(step, trainer.execute_plan(found.plans[step]))
+    return start
+
+
 def replay(
-    log: Log, trainer: ReplayTrainer, found: History, first: int, last: int
+    log: Log,
+    trainer: ReplayTrainer,
+    found: History,
+    first: int,
+    last: int,
+    differs: str | None = None,
+    execute: Callable[[int], Any] | None = None,
 ) -> Iterator[Row]:
     """Execute the steps up to `last`; yields one comparison per step from `first` on.
 
+    `differs` says why bits cannot agree here (None: they must); `execute(plan record's number)`
+    replaces the trainer's own execution of the steps asked for, and must end in the same state.
     Raises RecoveryError if a plan or step record that is needed is not in the lineage.
     """
     for step in range(first, last + 1):
         if step not in found.plans or step not in found.steps:
             raise RecoveryError(f"step {step} is not recorded; recorded: {_range(found)}")
-    done = 0
-    for step in sorted((s for s in found.checkpoints if s < first), reverse=True):
-        folder = log.path / found.checkpoints[step]["path"]
-        if (folder / MARKER).exists():
-            done = trainer.load(str(folder))
-            break
-    for step in range(done + 1, last + 1):
-        outcome = trainer.execute_plan(found.plans[step])
-        if step >= first:
-            yield compare(found.steps[step], outcome)
+    restore(log, trainer, found, first - 1)
+    for step in range(first, last + 1):
+        outcome = (execute or trainer.execute_plan)(found.plans[step])
+        yield compare(found.steps[step], outcome, differs)
 
 
-def compare(recorded: Row, outcome: Any) -> Row:
-    """The JSON of one step: recorded and recomputed state digest, loss and gradient norm."""
-    values = {
+def compare(recorded: Row, outcome: Any, differs: str | None = None) -> Row:
+    """The JSON of one step: recorded and recomputed state digest, loss and gradient norm.
+
+    With a reason why digests cannot agree, `ok` asks for the sketches, losses and gradient norms to
+    be close instead; without a recorded sketch for the last two alone, and the reason says so.
+    """
+    values: dict[str, Row] = {
         name: {"recorded": recorded[name], "recomputed": getattr(outcome, name)}
         for name in ("state_digest", "loss", "grad_norm")
     }
     for pair in values.values():
         pair["equal"] = pair["recorded"] == pair["recomputed"]
     ok = all(pair["equal"] for pair in values.values())
-    return {"ok": ok, "step": recorded["step"], **values}
+    row: Row = {"ok": ok, "step": recorded["step"], **values}
+    if differs is None or ok:
+        return row
+    gap = sketch_gap(recorded.get("sketch"), getattr(outcome, "sketch", None))
+    row["ok"] = (gap is None or gap[1] <= CLOSE) and all(
+        math.isclose(row[n]["recorded"], row[n]["recomputed"], rel_tol=CLOSE, abs_tol=CLOSE)
+        for n in ("loss", "grad_norm")
+    )
+    row["reason"] = differs + ("" if gap else "; no sketch is recorded to compare")
+    row["sketch"] = gap and {"tensor": gap[0], "gap": gap[1], "limit": CLOSE}
+    return row
+
+
+def sketch_gap(recorded: Any, found: Any) -> tuple[str, float] | None:
+    """The tensor whose projections differ most, relative to its norm; None without two sketches."""
+    if not recorded or not found:
+        return None
+    gaps = {}
+    for row in recorded:
+        norm, *projections = row["values"]
+        differences = (a - b for a, b in zip(projections, found[row["name"]][1:], strict=True))
+        gaps[row["name"]] = math.sqrt(sum(d * d for d in differences)) / max(norm, 1e-12)
+    worst = max(gaps, key=lambda name: gaps[name])
+    return worst, gaps[worst]
 
 
 def _range(found: History) -> str:
