@@ -11,7 +11,6 @@ import numpy as np
 import torch
 
 from molt.replay.assemble import TrainSequence
-from molt.schemas.errors import ConfigError
 from molt.train.actor import TrainerActor
 from molt.train.algo import LOSSES, LossInputs, LossOptions
 from molt.train.batch import Batch
@@ -25,16 +24,6 @@ class OfflineTrainer(TrainerActor):
     """The same steps as in a run; nothing of how they are computed is different."""
 
     _trace: tuple[Batch, torch.Tensor] | None = None
-
-    def configure(self, settings: TrainerSettings) -> None:
-        """Take other settings of loss and optimizer; ConfigError for what needs a new trainer."""
-        if settings.kl_coef > 0.0 and not self._reference:
-            raise ConfigError("algo.kl_coef needs the first weights: it cannot be switched on here")
-        self.settings = settings
-        self._loss_options = loss_options(settings)
-        for group in self.optimizer.param_groups:
-            names = ("lr", "betas", "eps", "weight_decay")
-            group |= {name: getattr(settings, name) for name in names}
 
     def keep_state(self) -> dict[str, torch.Tensor]:
         """A copy of everything that a step changes."""

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from molt.replay.redo import Sketch, distance, same_weights, sketch_of
 from molt.schemas.columns import Row
 from molt.schemas.errors import RecoveryError
 from molt.store.control import lineage_of
@@ -17,7 +18,9 @@ from molt.store.log import Log
 
 MARKER = "COMPLETE"
 CLOSE = 1e-3
-"""Where bits cannot agree: relative tolerance of sketch, loss and gradient norm."""
+"""Where bits cannot agree: relative tolerance of loss and gradient norm."""
+SKETCH_CLOSE = 0.05
+"""... and of the weights, relative to how far the step moved them."""
 
 
 class ReplayTrainer(Protocol):
@@ -104,14 +107,16 @@ def replay(
     restore(log, trainer, found, first - 1)
     for step in range(first, last + 1):
         outcome = (execute or trainer.execute_plan)(found.plans[step])
-        yield compare(found.steps[step], outcome, differs)
+        yield compare(found.steps[step], outcome, differs, found.steps.get(step - 1))
 
 
-def compare(recorded: Row, outcome: Any, differs: str | None = None) -> Row:
+def compare(
+    recorded: Row, outcome: Any, differs: str | None = None, before: Row | None = None
+) -> Row:
     """The JSON of one step: recorded and recomputed state digest, loss and gradient norm.
 
     With a reason why digests cannot agree, `ok` asks for the sketches, losses and gradient norms to
-    be close instead; without a recorded sketch for the last two alone, and the reason says so.
+    be close instead; without sketches (of this step and of `before` it) for the last two alone.
     """
     values: dict[str, Row] = {
         name: {"recorded": recorded[name], "recomputed": getattr(outcome, name)}
@@ -123,27 +128,26 @@ def compare(recorded: Row, outcome: Any, differs: str | None = None) -> Row:
     row: Row = {"ok": ok, "step": recorded["step"], **values}
     if differs is None or ok:
         return row
-    gap = sketch_gap(recorded.get("sketch"), getattr(outcome, "sketch", None))
-    row["ok"] = (gap is None or gap[1] <= CLOSE) and all(
+    gap = sketch_gap(outcome.sketch, recorded, before)
+    row["ok"] = (gap is None or gap <= SKETCH_CLOSE) and all(
         math.isclose(row[n]["recorded"], row[n]["recomputed"], rel_tol=CLOSE, abs_tol=CLOSE)
         for n in ("loss", "grad_norm")
     )
-    row["reason"] = differs + ("" if gap else "; no sketch is recorded to compare")
-    row["sketch"] = gap and {"tensor": gap[0], "gap": gap[1], "limit": CLOSE}
+    row["reason"] = differs + ("; there are no sketches to compare" if gap is None else "")
+    row["sketch"] = gap if gap is None else {"gap": gap, "limit": SKETCH_CLOSE}
     return row
 
 
-def sketch_gap(recorded: Any, found: Any) -> tuple[str, float] | None:
-    """The tensor whose projections differ most, relative to its norm; None without two sketches."""
-    if not recorded or not found:
+def sketch_gap(found: Sketch | None, recorded: Row, before: Row | None) -> float | None:
+    """Distance of the weights from the recorded ones, relative to how far the step moved them.
+
+    None without sketches. 0.0 where only the order of summation differs.
+    """
+    own, start = sketch_of(recorded), sketch_of(before) if before else None
+    if found is None or own is None or start is None:
         return None
-    gaps = {}
-    for row in recorded:
-        norm, *projections = row["values"]
-        differences = (a - b for a, b in zip(projections, found[row["name"]][1:], strict=True))
-        gaps[row["name"]] = math.sqrt(sum(d * d for d in differences)) / max(norm, 1e-12)
-    worst = max(gaps, key=lambda name: gaps[name])
-    return worst, gaps[worst]
+    moved = max(distance(own, start), 1e-30)
+    return 0.0 if same_weights(found, own) else distance(found, own) / moved
 
 
 def _range(found: History) -> str:

@@ -13,11 +13,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from molt.replay.redo import plan_digest
+from molt.replay.redo import check_digest, plan_digest, sketch_rows
 from molt.replay.replay import MARKER, History, ReplayTrainer, history, restore
 from molt.replay.sources import log_of
 from molt.schemas.columns import Row
-from molt.schemas.errors import RecoveryError
 from molt.schemas.text import canonical_json
 from molt.store.control import Record, read_record
 from molt.store.files import fsync_dir, publish
@@ -70,12 +69,8 @@ class OfflineRun:
     def _redone(self, found: History, step: int, outcome: Any) -> None:
         if step not in found.steps:
             self.record(read_record(self.log.path, found.plans[step]), outcome)
-        elif found.steps[step]["state_digest"] != outcome.state_digest:
-            raise RecoveryError(
-                f"redo of step {step}: state_digest {outcome.state_digest}, recorded "
-                f"{found.steps[step]['state_digest']}. Are threads and packages those of the epoch "
-                "that recorded it?"
-            )
+        else:
+            check_digest(step, outcome.state_digest, found.steps[step]["state_digest"])
 
     def run(self, after: int, last: int) -> None:
         """Plan, execute and record the steps after `after`, in order."""
@@ -91,7 +86,6 @@ class OfflineRun:
         """Write the step record of an executed plan."""
         groups = {(log_of(r), r["group_id"]) for r in plan.rows}
         counts = {"rollouts": len(plan.rows), "groups": len(groups), "plan": plan_digest(plan.rows)}
-        sketch = getattr(outcome, "sketch", None)
         row = {
             "epoch": self.log.control.epoch,
             "step": plan.header["step"],
@@ -102,7 +96,7 @@ class OfflineRun:
             "counts": canonical_json(counts),
             "metrics": canonical_json({**self.describe(plan.rows), **outcome.metrics}),
             "state_digest": outcome.state_digest,
-            "sketch": sketch and [{"name": n, "values": v} for n, v in sketch.items()],
+            "sketch": sketch_rows(outcome.sketch),
         }
         self.log.control.put("step", [row])
         self.say(plan.header["step"], row)
