@@ -206,7 +206,7 @@ def epoch_number(text: str) -> int | str:
 
 
 def add_format(command: argparse.ArgumentParser, choices: list[str]) -> None:
-    command.add_argument("--format", choices=choices, default="table")
+    command.add_argument("--format", choices=choices, default=choices[0])
 
 
 def run_train(args: argparse.Namespace) -> int:

@@ -162,14 +162,14 @@ def load(path: str | Path, overrides: list[str] | None = None) -> Config:
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{path}: {error}") from None
     for override in overrides or []:
-        _override(tree, override)
+        override_key(tree, override)
     refuse_secrets(tree)
     config = build(Config, tree, "")
     validate(config)
     return typing.cast(Config, config)
 
 
-def _override(tree: dict[str, Any], override: str) -> None:
+def override_key(tree: dict[str, Any], override: str) -> None:
     key, eq, text = override.partition("=")
     if not eq:
         raise ConfigError(f"--set {override}: expected a.b=value")
