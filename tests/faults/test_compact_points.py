@@ -185,6 +185,9 @@ def test_a_reader_that_could_not_register_is_told_so(
     before = {"a": 1}
     register_reader(source.path, "audit", before, ttl_s=60, now=LATER)
     for log in failures(source, act, monkeypatch):
-        assert readers(log.path, LATER)["audit"] in (before, {})  # the old one whole, or the new one
+        assert readers(log.path, LATER)["audit"] in (
+            before,
+            {},
+        )  # the old one whole, or the new one
         act(log)
         assert readers(log.path, LATER)["audit"] == {}
