@@ -207,7 +207,12 @@ class Capture:
             text = self._render_ends(path, new, request)
             if text is not None and self._shows_reply(after, text):
                 return _Fit(after, text, None, after.prompt.n_checked)
-        text = self._render_all(path, new, found, request)
+        try:
+            text = self._render_all(path, new, found, request)
+        except TemplateError:
+            if after is None:
+                raise
+            return _Fit(None, "", None, 0)  # it may still take the messages as they are
         start = 0
         for i, turn in enumerate(path):
             if not text.startswith(turn.prompt.text, start):
