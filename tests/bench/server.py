@@ -121,7 +121,7 @@ async def _serve(
         profiler.enable()
     await asyncio.get_running_loop().run_in_executor(None, pipe.recv)
     profiler.disable()
-    forks = sum(sum(c.forks.values()) for s in sessions for c in s._captures.values())
+    forks = sum(sum(s.forks.values()) for s in sessions)
     for session in sessions:
         await session.finish("ok")
     await running.close()
