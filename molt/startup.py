@@ -133,7 +133,7 @@ def open_log(config: Config, model_folder: str, start: Start, screen: Screen) ->
         sources=[],
         config=canonical_json(to_dict(config)),
         digests=digests,
-        packages=canonical_json(_packages()),
+        packages=canonical_json(packages()),
         world_size=config.train.world_size,
         threads=config.train.threads,
     )
@@ -167,7 +167,7 @@ def _compare(
         )
 
 
-def _packages() -> dict[str, str]:
+def packages() -> dict[str, str]:
     found = {"python": platform.python_version()}
     for name in PACKAGES:
         try:

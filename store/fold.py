@@ -16,7 +16,11 @@ from molt.schemas.records import Ref, Version
 from molt.store.branches import Branch, branches, tips
 from molt.store.commit import Commit
 from molt.store.control import Record
+from molt.store.files import STORE
 from molt.store.tail import Tail
+
+MARKER = "COMPLETE"
+"""The last file of a checkpoint."""
 
 COLUMNS = {
     "prompts": ["ordinal", "group_id", "purpose", "dataset", "n", "attempt", "reason", "rollouts"],
@@ -151,11 +155,12 @@ class Fold:
         self.next_ordinal: dict[str, int] = {}
         self.policies: set[Version] = set()
         self.plans: dict[int, int] = {}
-        """step -> number of its plan record, in this lineage."""
+        """step -> number of its plan record, in this lineage; steps before the oldest checkpoint
+        that is still there are forgotten (the control log has them), as no redo asks for them."""
         self.digests: dict[int, str] = {}
-        """step -> recorded state_digest, in this lineage."""
+        """step -> recorded state_digest, of the same steps."""
         self.checkpoints: list[Row] = []
-        """Checkpoint records of this lineage, oldest first."""
+        """Records of this lineage's complete checkpoints that are still there, oldest first."""
         self.first_probe: Row | None = None
         self.last_step = 0
         self.last_planned = 0
@@ -211,13 +216,20 @@ class Fold:
             self.digests[row["step"]] = row["state_digest"]
             self.last_step = max(self.last_step, row["step"])
         elif record.kind == "checkpoint":
-            self.checkpoints.append(row)
+            self._checkpoint(row)
         elif record.kind == "plan":
             self.plans[record.header["step"]] = record.n
             self.last_planned = max(self.last_planned, record.header["step"])
             self._settle({r["group_id"] for r in record.rows})
         elif record.kind == "drop":
             self._settle({r["group_id"] for r in record.rows if r["rollout_id"] is None})
+
+    def _checkpoint(self, row: Row) -> None:
+        known = [*self.checkpoints, row]
+        self.checkpoints = [r for r in known if MARKER in STORE.list(self.tail.log / r["path"])]
+        first = min((r["step"] for r in self.checkpoints), default=0)
+        self.plans = {s: n for s, n in self.plans.items() if s >= first}
+        self.digests = {s: d for s, d in self.digests.items() if s >= first}
 
     def _settle(self, group_ids: set[str]) -> None:
         for group_id in group_ids:

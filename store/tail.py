@@ -6,6 +6,7 @@ and what is not there among the cold files (hot before cold: compaction moves in
 A missing number with later ones behind it is a gap: wait, then LogGap after `gap_s_max`.
 """
 
+import datetime
 import errno
 import time
 from collections.abc import Callable, Collection, Mapping
@@ -27,6 +28,7 @@ from molt.store.reader import (
     read_commit,
     writer_names,
 )
+from molt.store.readers import register_reader, unregister_reader
 
 TRANSIENT = {errno.ENOENT, errno.ESTALE}
 
@@ -43,7 +45,9 @@ class Tail:
 
     `streams` limits what is read and delivered (None = all); `columns` decodes only those columns
     of a stream. A retired commit of these streams raises Retired, unless `skip_retired`; a damaged
-    one LogCorrupt, unless `on_corrupt` takes the error: the commit is then passed over.
+    one LogCorrupt, unless `on_corrupt` takes the error: the commit is then passed over. With
+    `register`, a name, retention keeps what this tail has not asked to go beyond: each poll says
+    that the commits of the one before are done with; it expires `register_s` after the last poll.
     Example: `for commit in log.tail(streams={"rollouts"}).poll()[1]: ...`.
     """
 
@@ -56,9 +60,13 @@ class Tail:
         skip_retired: bool = False,
         on_corrupt: Callable[[CommitFile, LogCorrupt], None] | None = None,
         gap_s_max: float = 60.0,
+        register: str | None = None,
+        register_s: float = 3600.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.log = log
+        self.register, self.register_s = register, register_s
+        self._renew_at = 0.0
         self.streams = None if streams is None else frozenset(streams)
         self.columns = dict(columns or {})
         self.skip_retired = skip_retired
@@ -87,13 +95,20 @@ class Tail:
         return self._ear.wait(timeout_s)
 
     def close(self) -> None:
-        """Stop listening; only a tail that has waited needs it."""
+        """Stop listening and let retention pass; needed by tails that waited or registered."""
+        if self.register is not None:
+            unregister_reader(self.log, self.register)
         if self._ear is not None:
             self._ear.close()
             self._ear = None
 
     def poll(self) -> tuple[list[Record], list[Commit]]:
         """What became visible since the last poll: control records, then data commits."""
+        if self.register is not None and self.clock() >= self._renew_at:
+            done = {w: c.next_seq for w, c in self._cursors.items()}
+            now = datetime.datetime.now(datetime.UTC)
+            register_reader(self.log, self.register, done, ttl_s=self.register_s, now=now)
+            self._renew_at = self.clock() + self.register_s / 10
         records = self._poll_control()
         commits: list[Commit] = []
         self._cold = None

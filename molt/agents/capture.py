@@ -23,7 +23,16 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from molt.agents.render import Renderer
-from molt.agents.turns import Found, Int32s, Prompt, Turn, find_turn, in_call_order, same
+from molt.agents.turns import (
+    Found,
+    Int32s,
+    Prompt,
+    Turn,
+    find_turn,
+    in_call_order,
+    same,
+    well_formed,
+)
 from molt.agents.types import ChatRequest, Messages, ParsedReply
 from molt.schemas.errors import SegmentRejected, TemplateError
 
@@ -84,6 +93,12 @@ class Capture:
 
     def place(self, request: ChatRequest) -> Placement:
         """Where `request` continues; TemplateError if its messages cannot be rendered."""
+        wrong = [i for i, m in enumerate(request.messages) if not well_formed(m)]
+        if wrong or not request.messages:
+            raise TemplateError(
+                f"messages {wrong} of {len(request.messages)}: each needs a role, its tool calls a "
+                "function each, and a request at least one message"
+            )
         messages = in_call_order(request.messages)
         found = find_turn(self._roots, messages)
         after, rewritten = found.turn, None
@@ -98,6 +113,9 @@ class Capture:
         keep, parent, extends = self._keep(after, messages, np.array(ids, np.int32))
         n_known = after.n_messages if after else 0
         prompt_ids = chain + ids
+        tools = tuple(request.tools)
+        if after and after.prompt.tools == tools:
+            tools = after.prompt.tools  # every request brings a copy; keep one
         return Placement(
             parent=parent,
             keep=keep,
@@ -108,7 +126,9 @@ class Capture:
             prompt=Prompt(
                 after=after,
                 messages=messages[n_known:],
-                request=request,
+                n_messages=len(messages),
+                tools=tools,
+                template=request.template,
                 text=fits.text,
                 ids=np.array(ids, np.int32),
                 n_checked=fits.n_checked,
@@ -213,8 +233,8 @@ class Capture:
             and not found.thoughts
             and not found.strange
             and all(m["role"] == "tool" and isinstance(m.get("content"), str) for m in new)
-            and tuple(last.prompt.request.tools) == tuple(request.tools)
-            and last.prompt.request.template == request.template
+            and last.prompt.tools == tuple(request.tools)
+            and last.prompt.template == request.template
         )
 
     def _render_ends(self, path: list[Turn], new: Messages, request: ChatRequest) -> str | None:
@@ -267,9 +287,7 @@ class Capture:
         """True if the template shows this part of a reply that is the last message."""
         last = [{"role": "user", "content": "-"}, turn.shown[self._with_calls][0]]
         try:
-            return mark in self.renderer.render(
-                last, (), turn.prompt.request.template, generate=False
-            )
+            return mark in self.renderer.render(last, (), turn.prompt.template, generate=False)
         except TemplateError:
             return True
 
@@ -282,9 +300,8 @@ class Capture:
             return self.renderer.encode(text)
         message, marks = after.shown[self._with_calls]
         last = after.last_token
-        if (
-            after.open_thought and len(marks) > 1 and marks[0] in text
-        ):  # the template closes it, then an empty reply
+        if after.open_thought and marks[0] in text:
+            # The template closes the thought; then comes its placeholder for what was never said.
             marks, text = marks[:1], text.replace(marks[1], "", 1)
         end = max(text.rfind(mark) + len(mark) for mark in marks if mark in text)
         rest = text[end:]
@@ -320,7 +337,7 @@ class Capture:
         extends = keep == shared.n_chain
         for first, n in (run for t in shared.path() for run in t.media):
             if first < keep < first + n:
-                keep, extends = first, False
+                keep = first
         if keep == 0:
             return 0, None, False
         parent = shared.segment
@@ -340,10 +357,13 @@ class Capture:
         message: dict[str, Any] = {"role": "assistant"}
         if reply.reasoning:
             message["reasoning_content"] = mark()
+        n_thoughts = len(marks)
         # Thoughts that no parser took out stay recognizable for a template that takes them out.
         parts = re.split(r"(</?think>)", reply.content or "")
-        content = "".join(mark() if p.strip() and "think>" not in p else p.strip() for p in parts)
-        plain = {**message, "content": content or mark()}
+        tags = ("<think>", "</think>")
+        content = "".join(p if p in tags else mark() if p.strip() else "" for p in parts)
+        n_said = len(marks)
+        plain = {**message, "content": content if n_said > n_thoughts else content + mark()}
         n_plain = len(marks)
         if not reply.tool_calls:
             return dict.fromkeys((False, True), (plain, marks))
@@ -356,16 +376,15 @@ class Capture:
             for call in reply.tool_calls
         ]
         full = {**message, "content": content, "tool_calls": calls}
-        shown = [m for m in marks if content or m != plain["content"]]
-        return {False: (plain, marks[:n_plain]), True: (full, shown)}
+        return {False: (plain, marks[:n_plain]), True: (full, marks[:n_said] + marks[n_plain:])}
 
 
 def _changed(after: Turn | None, request: ChatRequest) -> str:
     """Why the same messages no longer render as they did."""
     assert after is not None
-    if tuple(after.prompt.request.tools) != tuple(request.tools):
+    if after.prompt.tools != tuple(request.tools):
         return "tools_changed"
-    same_template = after.prompt.request.template == request.template
+    same_template = after.prompt.template == request.template
     return "template_rewrites_history" if same_template else "template_changed"
 
 

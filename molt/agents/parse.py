@@ -104,7 +104,7 @@ class ReplyParser:
                 reasoning, content, found = self._new(asked, request).parse(
                     self._readable(ids, text), asked, True, ids
                 )
-                calls = found or ()
+                calls = (found or ())[: None if request.parallel_tool_calls else 1]
             except Exception:  # a parser may raise anything on what a policy samples
                 self.n_failed += 1
                 reasoning, content = None, text
@@ -126,7 +126,7 @@ class ReplyParser:
         """vLLM's `StructuredOutputsParams` that tool_choice or response_format asks for, or None.
 
         "auto" is left free even where vLLM's server would constrain it: tokens sampled under a
-        grammar cannot be trained.
+        grammar cannot be trained. ValueError, in vLLM's words, for a form or tool it does not know.
         """
         if request.response_format is None and request.tool_choice in ("auto", "none"):
             return None
@@ -170,11 +170,12 @@ def _call_id(given: str | None, seed: str, index: int) -> str:
 def _vllm_request(request: ChatRequest) -> Any:
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 
+    free = request.tool_choice == "auto" and not request.tools
     return ChatCompletionRequest(
         model="policy",
         messages=[{"role": "user", "content": "-"}],
         tools=list(request.tools) or None,
-        tool_choice=request.tool_choice if request.tools else None,
+        tool_choice="none" if free else request.tool_choice,
         parallel_tool_calls=request.parallel_tool_calls,
         response_format=request.response_format,
         chat_template_kwargs=request.template,

@@ -21,7 +21,7 @@ def test_the_tiny_log_folds_to_its_story(tiny: Log) -> None:
         Version(epoch=e, version=v) for e, v in ((1, 0), (1, 1), (2, 1), (2, 2))
     }
     assert [g.group_id for g in fold.open_groups("train")] == ["train-2"]
-    assert fold.last_step == 2 and set(fold.plans) == {1, 2}
+    assert fold.last_step == 2 and set(fold.plans) == {2}  # the rest is behind a checkpoint
     assert fold.low_water_mark() == 2
     assert fold.next_ordinal["train"] == 5
     assert [g.group_id for g in fold.closed_groups("eval")] == ["eval-0"]
@@ -140,3 +140,27 @@ def test_ordinals_in_any_order(order: list[int]) -> None:
         ordinals.add(k)
         assert k in ordinals
     assert ordinals.low == 4 and not ordinals.above and 4 not in ordinals
+
+
+def test_settled_history_is_not_held(log: Log, w: Writer) -> None:
+    """Plans, digests and checkpoints of 200 steps: only those since the oldest kept checkpoint."""
+    fold = Fold(log.tail(streams=STREAMS, columns=COLUMNS))
+    for step in range(1, 201):
+        log.control.put("plan", [], make.plan_header(step))
+        log.control.put("step", [make.step_row(1, step)])
+        if step % 10 == 0:
+            path = f"checkpoints/1-{step}"
+            (log.path / path).mkdir()
+            (log.path / path / "COMPLETE").touch()
+            row = {"epoch": 1, "step": step, "path": path, "bytes": 0, "files": []}
+            log.control.put("checkpoint", [{**row, "state_digest": f"{step:016x}"}])
+            fold.update()
+            if step > 20:
+                (log.path / f"checkpoints/1-{step - 20}/COMPLETE").unlink()
+    again = Fold(log.tail(streams=STREAMS, columns=COLUMNS))
+    again.update()
+    for found, first in ((fold, 180), (again, 190)):
+        assert [r["step"] for r in found.checkpoints] == list(range(first, 201, 10))
+        assert list(found.plans) == list(found.digests) == list(range(first, 201))
+        assert log.records(found.plans[195])[0].header["step"] == 195
+        assert (found.last_step, found.last_planned) == (200, 200)

@@ -197,6 +197,8 @@ def test_anthropic_stream_has_the_events_of_the_wire(tools: Any) -> None:
         ) as stream:
             async for event in stream:
                 kinds.append(event.type)
+                if event.type == "message_start":
+                    assert event.message.usage.input_tokens == 11
             return kinds, await stream.get_final_message()
 
     kinds, final = with_anthropic(session, use)
@@ -314,6 +316,17 @@ def test_a_missing_token_and_one_that_is_no_text_are_refused() -> None:
         return [(r.status_code, r.json()["error"]["type"]) for r in bare]
 
     assert raw(ScriptedSession(), use) == [(401, "authentication_error")] * 3
+
+
+@pytest.mark.parametrize(("key", "bearer"), [("secret", "other"), ("other", "secret")])
+def test_a_second_token_does_not_stand_in_the_way(key: str, bearer: str) -> None:
+    """Some versions of Anthropic's SDK add a token of the user's environment."""
+
+    async def use(client: httpx.AsyncClient) -> Any:
+        head = {"x-api-key": key, "authorization": f"Bearer {bearer}"}
+        return (await client.get("/v1/models", headers=head)).status_code
+
+    assert raw(ScriptedSession(), use) == 200
 
 
 def test_two_agents_each_reach_their_own_rollout() -> None:
