@@ -19,8 +19,9 @@ from molt.schemas.upgrade import UPGRADES
 from molt.store.reader import CommitFile, read_together, together
 from molt.store.snapshot import ABANDONED, Snapshot
 
-RowMap = tuple[pa.Table, npt.NDArray[np.int64]]
-"""View rows without their address, and the commit row that each of them comes from."""
+RowMap = tuple[pa.Table, npt.NDArray[np.int64] | None]
+"""View rows without their address, and the commit row that each comes from (None: one by one)."""
+EXTRAS = frozenset({"writer", "seq", "row", "run_id", "abandoned"})
 
 
 class CommitDataset(ds.Dataset):  # type: ignore[misc]
@@ -65,11 +66,13 @@ class CommitDataset(ds.Dataset):  # type: ignore[misc]
             if len(shown) < table.num_rows:
                 table = table.take(shown)
             out, index = self._rows(table, wanted)
-            extras = _address(snapshot, files, states, shown)
-            for name in wanted:
-                if name in extras and name not in out.column_names:
-                    out = out.append_column(name, extras[name].take(index))
-            yield from _in_schema(out, schema, len(index)).to_batches()
+            missing = EXTRAS.intersection(wanted).difference(out.column_names)
+            if missing:
+                extras = _address(snapshot, files, states, shown)
+                for name in missing:
+                    own = extras[name]
+                    out = out.append_column(name, own if index is None else own.take(index))
+            yield from _in_schema(out, schema).to_batches()
 
 
 class CommitScan:
@@ -126,16 +129,18 @@ def _address(
     }
 
 
-def _in_schema(table: pa.Table, schema: pa.Schema, n: int) -> pa.Table:
+def _in_schema(table: pa.Table, schema: pa.Schema) -> pa.Table:
     columns = [
-        table.column(f.name).cast(f.type) if f.name in table.column_names else pa.nulls(n, f.type)
+        table.column(f.name).cast(f.type)
+        if f.name in table.column_names
+        else pa.nulls(table.num_rows, f.type)
         for f in schema
     ]
     return pa.Table.from_arrays(columns, schema=schema)
 
 
 def plain_rows(table: pa.Table, wanted: list[str]) -> RowMap:
-    return table, np.arange(table.num_rows)
+    return table, None
 
 
 def segment_rows(table: pa.Table, wanted: list[str]) -> RowMap:
@@ -151,7 +156,7 @@ def segment_rows(table: pa.Table, wanted: list[str]) -> RowMap:
         total = np.concatenate([[0], np.cumsum(sampled, dtype=np.int64)])
         table = table.append_column("n_tokens", pa.array(np.diff(offsets)))
         table = table.append_column("n_sampled", pa.array(np.diff(total[offsets])))
-    return table, np.arange(table.num_rows)
+    return table, None
 
 
 def segment_needs(wanted: list[str]) -> list[str]:
@@ -162,8 +167,11 @@ def segment_needs(wanted: list[str]) -> list[str]:
 def token_rows(table: pa.Table, wanted: list[str]) -> RowMap:
     """One row per token, each with the version that sampled it."""
     offsets, sampled = flat(table, "sampled")
-    index = np.repeat(np.arange(table.num_rows), np.diff(offsets))
-    out = {"sampled": pa.array(sampled), "pos": pa.array(np.arange(len(index)) - offsets[index])}
+    out, index = {"sampled": pa.array(sampled)}, None
+    if not TOKEN_COLUMNS.issuperset(wanted):  # eight bytes per token: only if it is needed
+        index = np.repeat(np.arange(table.num_rows), np.diff(offsets))
+    if index is not None and "pos" in wanted:
+        out["pos"] = pa.array(np.arange(len(index)) - offsets[index])
     for name in {"rollout_id", "attempt", "segment"} & set(wanted):
         out[name] = table.column(name).combine_chunks().take(pa.array(index))
     for name, column in (("token_id", "token_ids"), ("train", "train")):
@@ -176,12 +184,13 @@ def token_rows(table: pa.Table, wanted: list[str]) -> RowMap:
         runs = table.column("version_runs").combine_chunks().flatten()
         times = runs.field("n").to_numpy()
         for name, key in (("version_epoch", "epoch"), ("version", "version")):
-            values = np.zeros(len(index), np.int64)
+            values = np.zeros(len(sampled), np.int64)
             values[~unsampled] = np.repeat(runs.field(key).to_numpy(), times)
             out[name] = pa.array(values, mask=unsampled)
     return pa.table(out), index
 
 
+TOKEN_COLUMNS = {"token_id", "sampled", "train", "logprob", "version", "version_epoch"}
 _TOKEN_SOURCE = {
     "token_id": "token_ids",
     "logprob": "logprobs",
