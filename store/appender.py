@@ -19,7 +19,8 @@ import struct
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ from molt.schemas.records import Ref
 from molt.store.files import make_dirs
 from molt.store.hints import FOLDER, HOST, short_path
 from molt.store.reader import END
-from molt.store.writer import Writer
+from molt.store.writer import Ticket, Writer
 
 FRAME_BYTES_MAX = 1 << 30
 COMMAND = "import sys; from molt.store.appender import main; main(sys.argv[1])"
@@ -110,7 +111,7 @@ class RemoteWriter(Writer):
             self._socket.close()
             raise WriterClosed(f"no appender answers at {self.address}: {error}") from None
 
-    def _publish_commit(self, stream: str, table: pa.Table) -> list[Ref]:
+    def _publish_commit(self, stream: str, table: pa.Table) -> list[Ref | Exception]:
         if stream == END:
             self._socket.close()
             return []
@@ -134,7 +135,10 @@ class RemoteWriter(Writer):
             raise self._broken from None
         if "error" in answer:
             raise _error(answer)
-        return [Ref(writer=w, seq=seq, row=row) for w, seq, row in answer["refs"]]
+        return [
+            _error(r) if isinstance(r, dict) else Ref(writer=r[0], seq=r[1], row=r[2])
+            for r in answer["refs"]
+        ]
 
 
 def _error(answer: Mapping[str, Any]) -> Exception:
@@ -189,15 +193,32 @@ class _Handler(socketserver.BaseRequestHandler):
                 _send(self.request, self._append(head, body))
 
     def _append(self, head: Mapping[str, Any], body: memoryview) -> dict[str, Any]:
+        """What became of each row: its address or its own error; one bad row harms no other."""
+        writer, stream = self.server.writer, head["stream"]
         try:
-            rows = _rows(self.server.writer, head["stream"], body)
-            tickets = [self.server.writer.append(head["stream"], row) for row in rows]
-            self.server.writer.flush()
-            refs = [ticket.result() for ticket in tickets]
-            return {"refs": [(r.writer, r.seq, r.row) for r in refs]}
-        except (MoltError, OSError, pa.ArrowException, KeyError) as error:
-            number = error.errno if isinstance(error, OSError) else None
-            return {"error": type(error).__name__, "errno": number, "text": str(error)}
+            rows = _rows(writer, stream, body)
+        except REPORTED as error:
+            return _told(error)
+        pending = [_tried(partial(writer.append, stream, row)) for row in rows]
+        _tried(writer.flush)  # its error is in the tickets
+        found = [_tried(p.result) if isinstance(p, Ticket) else p for p in pending]
+        refs = [(r.writer, r.seq, r.row) if isinstance(r, Ref) else _told(r) for r in found]
+        return {"refs": refs}
+
+
+REPORTED = (MoltError, OSError, pa.ArrowException)
+
+
+def _tried(call: Callable[[], Any]) -> Any:
+    try:
+        return call()
+    except REPORTED as error:
+        return error
+
+
+def _told(error: Exception) -> dict[str, Any]:
+    number = error.errno if isinstance(error, OSError) else None
+    return {"error": type(error).__name__, "errno": number, "text": str(error)}
 
 
 def _rows(writer: Writer, stream: str, body: memoryview) -> list[dict[str, Any]]:

@@ -287,7 +287,12 @@ class Writer:
                 p.ticket.set_exception(error)
             return False
         for p, ref in zip(batch, refs, strict=True):
-            p.ticket.set_result(ref)
+            if isinstance(ref, Exception):
+                with self._lock:
+                    self._forget([p])
+                p.ticket.set_exception(ref)
+            else:
+                p.ticket.set_result(ref)
         return True
 
     def _fail_rest(self, pending: list[_Pending]) -> None:
@@ -301,7 +306,7 @@ class Writer:
                 OSError(f"{row_name(p.stream, p.row)}: not written, an earlier commit failed")
             )
 
-    def _publish_commit(self, stream: str, table: pa.Table) -> list[Ref]:
+    def _publish_commit(self, stream: str, table: pa.Table) -> list[Ref | Exception]:
         version = VERSIONS.get(stream, "1.0")
         for last in (False, True):
             path = commit_path(self.log, self.name, self._seq, stream)

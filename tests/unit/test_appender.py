@@ -94,10 +94,12 @@ def test_errors_come_back_as_what_they_are(log: Log, appender: Appender) -> None
             assert again.result() == ticket.result()
         with log.writer(1, appender=appender.address, linger_s=60) as other:
             other.append("segments", make.segment(rollout_id="train-0/0", ids=[9, 9]))
+            sound = other.append("segments", make.segment(rollout_id="train-2/0"))
             with pytest.raises(SegmentRejected, match="conflicting content"):
                 other.flush()
+            assert log.row(sound.result())["rollout_id"] == "train-2/0"  # its own row was well
             make.append_rollout(other, "train-1/0")
-    assert len(log.sql("select * from segments").fetchall()) == 2
+    assert len(log.sql("select * from segments").fetchall()) == 3
 
 
 def test_rows_are_the_callers_no_more_once_they_are_appended(log: Log, appender: Appender) -> None:
