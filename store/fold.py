@@ -38,9 +38,12 @@ COLUMNS = {
         "role",
         "digest",
     ],
+    "routing": ["rollout_id", "attempt"],
 }
 """What the fold decodes; token ids and logprobs are only checksummed."""
 
+COMMITS_AT_ONCE = 64
+"""Commits in memory at a time, however much of a log is new."""
 STREAMS = frozenset({"prompts", "segments", "rollouts", "rewards", "routing"})
 
 
@@ -151,6 +154,7 @@ class Fold:
 
     def __init__(self, tail: Tail) -> None:
         self.tail = tail
+        tail.commits_max = COMMITS_AT_ONCE
         tail.skip_retired = True  # what retires belongs to settled groups, and those are forgotten
         self.groups: dict[str, Group] = {}
         self.settled: dict[str, Ordinals] = {}
@@ -165,12 +169,14 @@ class Fold:
 
     def update(self) -> None:
         """Fold in everything that is newly visible: control records first, then data rows."""
-        records, commits = self.tail.poll()
-        for record in records:
-            if self.tail.lineage.holds(record.n):
-                self._control(record)
-        for commit in commits:
-            self._data(commit)
+        self.tail.more = True
+        while self.tail.more:
+            records, commits = self.tail.poll()
+            for record in records:
+                if self.tail.lineage.holds(record.n):
+                    self._control(record)
+            for commit in commits:
+                self._data(commit)
 
     def low_water_mark(self, purpose: str = "train") -> int:
         return self.settled.get(purpose, Ordinals()).low

@@ -47,7 +47,8 @@ class Tail:
 
     `streams` limits what is read and delivered (None = all); `columns` decodes only those columns
     of a stream. A retired commit of these streams raises Retired, unless `skip_retired`; a damaged
-    one LogCorrupt, unless `on_corrupt` takes the error: the commit is then passed over. With
+    one LogCorrupt, unless `on_corrupt` takes the error: the commit is then passed over. A poll
+    delivers at most `commits_max` commits, and `more` says that it stopped there. With
     `register`, a name, retention keeps what this tail has not asked to go beyond: each poll says
     that the commits of the one before are done with; it expires `register_s` after the last poll.
     Example: `for commit in log.tail(streams={"rollouts"}).poll()[1]: ...`.
@@ -62,6 +63,7 @@ class Tail:
         skip_retired: bool = False,
         on_corrupt: Callable[[CommitFile, LogCorrupt], None] | None = None,
         gap_s_max: float = 60.0,
+        commits_max: int | None = None,
         register: str | None = None,
         register_s: float = 3600.0,
         clock: Callable[[], float] = time.monotonic,
@@ -69,6 +71,8 @@ class Tail:
         self.log = log
         self.register, self.register_s = register, register_s
         self._renew_at = 0.0
+        self.commits_max, self.more = commits_max, False
+        """`more`: the last poll ended at `commits_max`, another one goes on at once."""
         self.streams = None if streams is None else frozenset(streams)
         self.columns = dict(columns or {})
         self.skip_retired = skip_retired
@@ -114,7 +118,7 @@ class Tail:
             self._renew_at = self.clock() + self.register_s / 10
         records = self._poll_control()
         commits: list[Commit] = []
-        self._cold = None
+        self._cold, self.more = None, False
         for writer in writer_names(self.log):
             cursor = self._cursors.setdefault(writer, _Cursor())
             if not cursor.done:
@@ -150,6 +154,9 @@ class Tail:
         while True:
             first = cursor.next_seq
             for file in self._bucket(writer, first):
+                if len(out) == self.commits_max:
+                    self.more = True
+                    return
                 if limit is not None and file.seq > limit:
                     cursor.done = True
                     return

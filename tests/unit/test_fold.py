@@ -191,3 +191,11 @@ def test_the_fold_and_sql_agree_on_what_two_writers_said_twice(log: Log) -> None
     for stream, n in (("segments", 1), ("rollouts", 1), ("rewards", 2)):
         found = log.sql(f"select rollout_id from {stream}").fetchall()
         assert found == [("train-0/0",)] * n, stream
+
+
+def test_a_fold_in_small_pieces_is_the_same(tiny: Log, monkeypatch) -> None:
+    whole = fold_of(tiny)
+    monkeypatch.setattr("molt.store.fold.COMMITS_AT_ONCE", 1)
+    pieces = fold_of(tiny)
+    assert pieces.groups == whole.groups and pieces.settled == whole.settled
+    assert pieces.policies == whole.policies and pieces.last_step == whole.last_step

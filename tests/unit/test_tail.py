@@ -144,3 +144,18 @@ def test_rows_are_found_by_address_through_a_bounded_cache(log: Log) -> None:
         log.row(refs[0].__class__(writer=w.name, seq=0, row=5))
     with pytest.raises(LogCorrupt, match="not in the log"):
         find_commit(log.path, w.name, 99)
+
+
+def test_a_long_history_comes_in_pieces_each_commit_once(log: Log) -> None:
+    for k in range(3):
+        with log.writer(linger_s=60) as w:
+            for i in range(4):
+                put(w, 4 * k + i)
+    tail, seen, sizes = log.tail(streams={"rewards"}, commits_max=5), [], []
+    tail.more = True
+    while tail.more:
+        commits = tail.poll()[1]
+        sizes.append(len(commits))
+        seen += revisions(commits)
+    assert sorted(seen) == list(range(12)) and sizes == [5, 5, 2]
+    assert tail.poll()[1] == [] and not tail.more
