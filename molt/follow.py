@@ -3,6 +3,7 @@
 Both only read; `molt tail` follows a log that is being written, by polling, sooner with hints.
 """
 
+import contextlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,14 +21,15 @@ STREAMS = frozenset({"prompts", "rollouts", "rewards"})
 def events(log: Log, *, follow: bool, poll_s: float = 0.5) -> Iterator[str]:
     """One line per event, oldest records first; with `follow` it goes on for ever."""
     tail = log.tail(streams=STREAMS)
-    while True:
-        records, commits = tail.poll()
-        yield from (record_line(r) for r in records)
-        for commit in commits:
-            yield from commit_lines(commit)
-        if not follow:
-            return
-        tail.wait(poll_s)
+    with contextlib.closing(tail):
+        while True:
+            records, commits = tail.poll()
+            yield from (record_line(r) for r in records)
+            for commit in commits:
+                yield from commit_lines(commit)
+            if not follow:
+                return
+            tail.wait(poll_s)
 
 
 def record_line(record: Record) -> str:
