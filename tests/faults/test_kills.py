@@ -231,7 +231,7 @@ def test_random_kills(tmp_path: Path, report: Any) -> None:
     seed = random.SystemRandom().randrange(10**6)
     print(f"seed {seed}")
     counts = kill_many(tmp_path, kills=250, seed=seed)
-    assert counts.plans > 100 and counts.acknowledged > 5_000
+    assert counts.plans > 50 and counts.acknowledged > 1_000
     report(
         kills=counts.kills,
         acknowledged_rows_and_records=counts.acknowledged,

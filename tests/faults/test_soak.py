@@ -45,16 +45,18 @@ class Size:
     readers: int
     seconds: float
     """How long the writers go on."""
+    rollouts: int
+    """How many each of them writes at least, however slow the machine is."""
 
 
-def write(conn: Connection, path: str, number: int, seconds: float) -> None:
+def write(conn: Connection, path: str, number: int, size: Size) -> None:
     """Whole rollouts until the time is up; sends (stream, address) of each acknowledged row."""
     rng = random.Random(number)
-    end = time.monotonic() + seconds
+    end = time.monotonic() + size.seconds
     places: list[tuple[str, str, int, int]] = []
     with Log.open(path).writer(linger_s=0.01) as w:
         i = 0
-        while time.monotonic() < end or i < 3:
+        while time.monotonic() < end or i < size.rollouts:
             name = f"train-{number * 1_000_000 + i}/0"
             row = make.segment(rollout_id=name, ids=range(rng.randint(1, 800)))
             tickets = [
@@ -83,11 +85,14 @@ def read(conn: Connection, path: str, stop: Any) -> None:
 
 
 def pack(conn: Connection, path: str, stop: Any) -> None:
-    """Compacts what is full and settled, again and again."""
+    """Compacts what is full and settled, again and again, and once more at the end."""
     moved = 0
-    while not stop.is_set():
+    while True:
+        last = stop.is_set()
         moved += compact(Log.open(path), file_bytes=1 << 20)["commits"]
-    conn.send(moved)
+        if last:
+            conn.send(moved)
+            return
 
 
 def snapshot(conn: Connection, path: str, stop: Any) -> None:
@@ -138,7 +143,7 @@ def run(folder: Path, size: Size) -> dict[str, int]:
     readers = [children.start(read, str(log.path), stop) for _ in range(size.readers)]
     packer, moved = children.start(pack, str(log.path), stop)
     asker, snapshots = children.start(snapshot, str(log.path), stop)
-    writers = [children.start(write, str(log.path), i, size.seconds) for i in range(size.writers)]
+    writers = [children.start(write, str(log.path), i, size) for i in range(size.writers)]
     places = [place for _, receiver in writers for place in receiver.recv()]
     written.set()
     steps = decisions.recv()
@@ -193,12 +198,12 @@ def check_end(log: Log, places: list[Any]) -> None:
 
 
 def test_a_short_soak(tmp_path: Path) -> None:
-    counts = run(tmp_path, Size(writers=2, readers=1, seconds=0.5))
+    counts = run(tmp_path, Size(writers=2, readers=1, seconds=0.5, rollouts=3))
     assert counts["acknowledged_rows"] >= 18 and counts["snapshots"] >= 1
 
 
 @pytest.mark.slow
 def test_soak(tmp_path: Path, report: Any) -> None:
-    counts = run(tmp_path, Size(writers=8, readers=2, seconds=60))
-    assert counts["compacted_commits"] > 1000 and counts["snapshots"] > 3
+    counts = run(tmp_path, Size(writers=8, readers=2, seconds=60, rollouts=350))
+    assert counts["compacted_commits"] >= 8 * 1024 and counts["snapshots"] > 1
     report(writers=8, **counts)
