@@ -8,6 +8,7 @@ versions are the engine's own spans (I2); an outcome is durable after all that i
 
 import asyncio
 import dataclasses
+import hashlib
 import secrets
 import time
 from collections import Counter
@@ -152,7 +153,7 @@ class Session:
         self.fatal: EngineError | Fenced | None = None
         """What is not the rollout's fault, whatever the agent made of it: there is no outcome."""
         self._captures: dict[str, Capture] = {}
-        self._calls: dict[str, list[_Call]] = {}
+        self._calls: dict[bytes, list[_Call]] = {}
         self._replies: dict[str, tuple[_Call, int]] = {}
         """By id: the call, and the last segment of its first choice; in order of completion."""
         self._tickets: list[Ticket] = []
@@ -172,7 +173,7 @@ class Session:
         """
         if self._ended:
             raise RequestRefused(f"{self.a.rollout_id} attempt {self.a.attempt} has ended")
-        body = canonical_json(dataclasses.asdict(replace(request, key=None, retry=0)))
+        body = _body(request)
         known = [c for c in self._calls.setdefault(body, []) if not c.failed]
         call = _retried(request, known)
         if call is None:
@@ -277,7 +278,7 @@ class Session:
 
     async def _pieces(
         self,
-        prompt_ids: Sequence[int],
+        prompt_ids: list[int],
         growing: Growing,
         every: int,
         grammar: Any,
@@ -296,7 +297,7 @@ class Session:
             engine, sampling = await self._engine(), replace(growing.sampling, max_tokens=left)
             self.counts["requests"] += 1
             request_id = f"{self.a.rollout_id}.{self.a.attempt}.{self.counts['requests'] - 1}"
-            so_far = [*map(int, prompt_ids), *growing.token_ids]
+            so_far = [*prompt_ids, *growing.token_ids]
             try:
                 with self.desk.engines.busy(engine):
                     async for piece in engine.pieces(request_id, so_far, sampling, every, grammar):
@@ -420,6 +421,13 @@ class Session:
     def _counts(self, link: Link) -> bool:
         """Segments of side models are recorded and are no part of the rollout's chains."""
         return link.role == "agent" or self.a.purpose == "judge"
+
+
+def _body(request: ChatRequest) -> bytes:
+    """Digest of all that is asked; the marks of a retry are no part of it."""
+    fields = {f.name: getattr(request, f.name) for f in dataclasses.fields(request)}
+    text = canonical_json({k: v for k, v in fields.items() if k not in ("key", "retry")})
+    return hashlib.blake2b(text.encode(), digest_size=16).digest()
 
 
 def _retried(request: ChatRequest, known: Sequence[_Call]) -> _Call | None:
