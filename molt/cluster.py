@@ -9,14 +9,13 @@ import asyncio
 import contextlib
 import logging
 import os
-import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from molt.config import Config
-from molt.process import find, reap
+from molt.process import find, free_port, reap
 from molt.rollout.engine import Engine
 from molt.rollout.types import EngineSettings
 from molt.rollout.worker import RayEngine, RolloutWorker
@@ -52,6 +51,7 @@ class Cluster:
     def start_ray(self) -> None:
         """A private local Ray; it dies with this process."""
         os.environ.update(
+            RAY_DISABLE_FAILURE_SIGNAL_HANDLER="1",  # it aborts 3 s after a SIGTERM
             RAY_USAGE_STATS_ENABLED="0",
             RAY_DEDUP_LOGS="0",
             RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO="0",
@@ -148,9 +148,15 @@ class Cluster:
 
     async def announce(self, engines: Mapping[str, Any]) -> None:
         """Tell the workers of engines that were started again."""
-        for name, engine in engines.items():
-            handle = RayEngine(name, engine, self.epoch)
-            await asyncio.gather(*(self.call(w, "replace_engine", handle) for w in self.workers))
+        calls = [
+            self.call(worker, "replace_engine", RayEngine(name, engine, self.epoch))
+            for name, engine in engines.items()
+            for worker in self.workers
+        ]
+        for answer in await asyncio.gather(*calls, return_exceptions=True):
+            # A worker that died meanwhile is replaced, and its successor knows all engines.
+            if isinstance(answer, BaseException) and not isinstance(answer, WorkerDied):
+                raise answer
 
     async def start_trainer(self) -> dict[str, Any]:
         import ray
@@ -247,10 +253,3 @@ class Cluster:
                         await getattr(actor, method).remote()
         ray.shutdown()
         await asyncio.to_thread(reap, find(self.pids))
-
-
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port: int = s.getsockname()[1]
-        return port

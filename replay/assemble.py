@@ -34,7 +34,8 @@ class TrainSequence:
     logprobs: npt.NDArray[np.float32]
     """[T] the engine's log p of token i; 0.0 where not sampled."""
     lag: npt.NDArray[np.int64]
-    """[T] (step - 1) - version of the token; 0 where not sampled."""
+    """[T] (step - 1) - version of the token; 0 where not sampled, -1 where the weights that sampled
+    it are no ancestors of the trained ones (rollouts of other runs)."""
     advantage: float
     """The rollout's scalar from the plan."""
     temperature: float
@@ -91,8 +92,9 @@ def _name(row: Mapping[str, Any]) -> str:
 def segments_of(source: RowSource, plan_row: Mapping[str, Any]) -> dict[int, PlannedSegment]:
     """The rollout's segment rows by number, checked like at append, parents included."""
     refs = {tuple(ref.items()): ref for b in plan_row["branches"] for ref in b["refs"]}
-    rows = [source.row(Ref(**ref)) for ref in refs.values()]
-    rows = sorted((r for r in rows if "token_ids" in r), key=lambda r: r["segment"])
+    found = [Ref(**ref) for ref in refs.values()]
+    rows = [source.row(ref) for ref in found if source.stream(ref) == "segments"]
+    rows.sort(key=lambda r: r["segment"])
     parents: dict[int, Parent] = {}
     for r in rows:
         if (r["rollout_id"], r["attempt"]) != (plan_row["rollout_id"], plan_row["attempt"]):
@@ -119,6 +121,8 @@ def _sequence(
     for piece in branch.pieces:
         row = segments[piece.segment].row
         lag = token_lags(row, step)
+        if plan_row["lag_max"] is None:
+            lag[row["sampled"] == 1] = -1
         mask = row["train"].astype(bool)
         mask[: piece.owned_from] = False
         if limit is not None:

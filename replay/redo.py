@@ -88,15 +88,13 @@ def check_sketch(
             f"redo of step {step} at other settings than it was trained with needs sketches, and "
             "train.sketch is or was off: resume with the settings of the epoch that recorded it"
         )
-    if same_weights(found, recorded):
-        return 0.0
     gap, moved = distance(found, recorded), distance(recorded, before)
-    if gap > limit * moved:
+    if gap > limit * moved and not same_weights(found, recorded):
         raise RecoveryError(
             f"redo of step {step} at other settings: the weights are {gap:.3g} away from the "
             f"recorded ones, training had moved them by {moved:.3g} (limit {limit:.0%})"
         )
-    return gap / moved
+    return gap / moved if moved else 0.0
 
 
 async def redo(

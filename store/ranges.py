@@ -6,7 +6,6 @@ unverified is parsed. Commits without that text (older ones, cold ones) are read
 """
 
 import json
-import os
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +14,7 @@ import pyarrow as pa
 import xxhash
 
 from molt.schemas.errors import LogCorrupt
+from molt.store.files import STORE
 
 KEY = "molt.ranges"
 MARK = b"molt.at="
@@ -52,25 +52,21 @@ def read_range(
     None if the commit has no index. Raises LogCorrupt for damage, LookupError for positions that
     the row does not hold, FileNotFoundError if the commit has left its file.
     """
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        text, n_read = _index(fd)
-        if text is None:
-            return None
-        if xxhash.xxh3_64_hexdigest(text[DIGITS:]).encode() != text[:DIGITS]:
-            raise LogCorrupt(f"{where}: the index of its rows is damaged. Run `molt doctor`")
-        found = json.loads(text[DIGITS:])
-        if found["where"] != where:
-            raise LogCorrupt(f"{where}: the file says it is {found['where']}")
-        if not 0 <= row < len(found["rows"]):
-            raise LogCorrupt(f"{where}: it has {len(found['rows'])} rows, not {row + 1}")
-        start, n, experts, hashes, width = found["rows"][row]
-        check_positions(where, start, n, first, end)
-        skip, n = first - start, end - first
-        data = os.pread(fd, n * width, experts + skip * width)
-        recorded = os.pread(fd, n * 8, hashes + skip * 8)
-    finally:
-        os.close(fd)
+    text, n_read = _index(path)
+    if text is None:
+        return None
+    if xxhash.xxh3_64_hexdigest(text[DIGITS:]).encode() != text[:DIGITS]:
+        raise LogCorrupt(f"{where}: the index of its rows is damaged. Run `molt doctor`")
+    found = json.loads(text[DIGITS:])
+    if found["where"] != where:
+        raise LogCorrupt(f"{where}: the file says it is {found['where']}")
+    if not 0 <= row < len(found["rows"]):
+        raise LogCorrupt(f"{where}: it has {len(found['rows'])} rows, not {row + 1}")
+    start, n, experts, hashes, width = found["rows"][row]
+    check_positions(where, start, n, first, end)
+    skip, n = first - start, end - first
+    data = STORE.read(path, experts + skip * width, n * width)
+    recorded = STORE.read(path, hashes + skip * 8, n * 8)
     for i in range(n):
         own = xxhash.xxh3_64_intdigest(data[i * width : (i + 1) * width])
         if own.to_bytes(8, "little") != recorded[i * 8 : (i + 1) * 8]:
@@ -80,11 +76,11 @@ def read_range(
     return np.frombuffer(data, np.uint8).reshape(n, width), n_read + len(data) + len(recorded)
 
 
-def _index(fd: int) -> tuple[bytes | None, int]:
+def _index(path: Path) -> tuple[bytes | None, int]:
     """(the text behind the mark, bytes read)."""
-    size, n_read = os.fstat(fd).st_size, 0
+    n_read = 0
     for length in TAILS:
-        tail = os.pread(fd, length, max(0, size - length))
+        tail = STORE.read(path, -length)
         n_read += len(tail)
         at = tail.rfind(MARK)
         if at >= 0:

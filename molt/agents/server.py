@@ -13,7 +13,6 @@ import ipaddress
 import logging
 import socket
 import time
-import uuid
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass
 from types import ModuleType
@@ -46,8 +45,12 @@ CONCURRENCY_MAX = 1024
 PING_S = 15.0
 """A stream without news says this often that it lives."""
 RETRY_AFTER_S = 1
+KEEP_ALIVE_S = 3600
+"""Longer than any tool runs between two turns: a connection closed under a request is an error."""
 
 Piece = Callable[[int, np.ndarray, str], None]
+Pieces = asyncio.Queue[tuple[int, np.ndarray] | None]
+"""(choice, new token ids) of one streamed call; None when it has ended."""
 logger = logging.getLogger("molt.agents")
 
 
@@ -66,7 +69,13 @@ class ChatSession(Protocol):
     @property
     def tokenizer(self) -> Any: ...
 
-    async def chat(self, request: ChatRequest, *, on_piece: Piece | None = None) -> ChatReply: ...
+    async def chat(
+        self,
+        request: ChatRequest,
+        *,
+        on_piece: Piece | None = None,
+        on_call: Callable[[Any], None] | None = None,
+    ) -> ChatReply: ...
 
     def delivered(self, reply_id: str) -> None: ...
 
@@ -164,7 +173,13 @@ def listen(app: FastAPI, host: str, port: int, *, public: bool, end: Callable[[]
     # asyncio does this for sockets it made itself; without it each answer waits 40 ms for an ACK.
     listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     config = uvicorn.Config(
-        app, http="httptools", ws="none", lifespan="off", log_config=None, access_log=False
+        app,
+        http="httptools",
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        timeout_keep_alive=KEEP_ALIVE_S,
     )
     server = _Quiet(config)
     task = asyncio.create_task(server.serve(sockets=[listening]), name="molt-agents-server")
@@ -269,17 +284,22 @@ class Agents:
         return answer({"data": [row], "has_more": False, "first_id": name, "last_id": name})
 
     def session(self, request: Request) -> ChatSession:
-        """The rollout of this token; all are compared, each in constant time."""
-        bearer = request.headers.get("authorization", "")
-        given = bearer.removeprefix("Bearer ") if bearer else request.headers.get("x-api-key", "")
-        token, found = given.encode(), None
-        for session in tuple(self.sessions.values()):
-            if hmac.compare_digest(session.token.encode(), token):
-                found = session
-        if found is None or not token:
-            why = "no rollout has this token, or it has ended" if token else "no token was sent"
+        """The rollout of this token; all are compared, each in constant time.
+
+        A client may send two: some of Anthropic's add a token of the user's own environment.
+        """
+        bearer = request.headers.get("authorization", "").removeprefix("Bearer ")
+        given = [t.encode() for t in (request.headers.get("x-api-key"), bearer) if t]
+        found = [
+            session
+            for session in tuple(self.sessions.values())
+            for token in given
+            if hmac.compare_digest(session.token.encode(), token)
+        ]
+        if not found:
+            why = "no rollout has this token, or it has ended" if given else "no token was sent"
             raise HttpError(401, f"{why}; use ctx.api_key", "invalid_api_key")
-        return found
+        return found[0]
 
     async def _chat(self, wire: ModuleType, request: Request) -> Response:
         try:
@@ -288,7 +308,7 @@ class Agents:
             call: wire_openai.Call = wire.parse(body, request.headers)
             if call.stream:
                 return await self._stream(wire, request, session, call)
-            task = self._start(wire, session, call, None)
+            task = self._start(wire, session, call)
             gone = asyncio.create_task(_disconnect(request))
             await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
             if gone.done():
@@ -304,7 +324,7 @@ class Agents:
             return refusal(wire, error)
 
     def _start(
-        self, wire: ModuleType, session: ChatSession, call: wire_openai.Call, piece: Piece | None
+        self, wire: ModuleType, session: ChatSession, call: wire_openai.Call, **on: Any
     ) -> "asyncio.Task[ChatReply]":
         """The call as a task of its own, so that it can be counted and given up."""
         if len(self.chats) >= self.concurrency_max:
@@ -312,7 +332,7 @@ class Agents:
             why = f"{self.concurrency_max} calls are in flight; try again"
             wait = {"retry-after": str(RETRY_AFTER_S)}
             raise HttpError(status, why, "rate_limit_exceeded", **wait)
-        task = asyncio.create_task(session.chat(call.request, on_piece=piece))
+        task = asyncio.create_task(session.chat(call.request, **on))
         self.chats.add(task)
         task.add_done_callback(self.chats.discard)
         task.add_done_callback(lambda t: t.cancelled() or t.exception())  # its client may be gone
@@ -322,31 +342,35 @@ class Agents:
         self, wire: ModuleType, request: Request, session: ChatSession, call: wire_openai.Call
     ) -> Response:
         """Wait for the first piece, so that a refused request is an error and not a stream."""
-        queue: asyncio.Queue[tuple[int, np.ndarray] | None] = asyncio.Queue()
+        pieces: Pieces = asyncio.Queue()
+        started: list[Any] = []
         task = self._start(
-            wire, session, call, lambda index, ids, finish: queue.put_nowait((index, ids))
+            wire,
+            session,
+            call,
+            on_piece=lambda index, new, finish: pieces.put_nowait((index, new)),
+            on_call=started.append,
         )
-        task.add_done_callback(lambda t: queue.put_nowait(None))
-        first = await queue.get()
+        task.add_done_callback(lambda t: pieces.put_nowait(None))
+        first = await pieces.get()
         if first is None:
             task.result()
-        events = _events(wire, request, session, call, task, queue, first)
+        stream = wire.Stream(call, started[0], int(time.time()), session.tokenizer.decode)
+        events = _events(stream, request, session, call, task, pieces, first)
         return StreamingResponse(
             events, media_type="text/event-stream", headers={"cache-control": "no-cache"}
         )
 
 
 async def _events(
-    wire: ModuleType,
+    stream: Any,
     request: Request,
     session: ChatSession,
     call: wire_openai.Call,
     task: "asyncio.Task[ChatReply]",
-    queue: "asyncio.Queue[tuple[int, np.ndarray] | None]",
+    pieces: Pieces,
     item: tuple[int, np.ndarray] | None,
 ) -> AsyncIterator[bytes]:
-    name, now = f"chatcmpl-{uuid.uuid4().hex}", int(time.time())
-    stream = wire.Stream(call, name, now, session.tokenizer.decode)
     texts = Texts(session, call.request)
     try:
         yield stream.start()
@@ -355,7 +379,7 @@ async def _events(
             if delta := texts.push(index, ids):
                 yield stream.text(index, delta)
             try:
-                item = await asyncio.wait_for(queue.get(), PING_S)
+                item = await asyncio.wait_for(pieces.get(), PING_S)
             except TimeoutError:
                 yield stream.ping()
                 item = (0, ids[:0])
@@ -365,7 +389,7 @@ async def _events(
         texts.check(reply)
     except Exception as error:
         found = as_http(error)
-        yield stream.broken(wire.error(found.status, str(found), found.param, found.code))
+        yield stream.broken(found.status, str(found), found.param, found.code)
         return
     finally:
         task.cancel()  # if the client has gone: the session's own call goes on

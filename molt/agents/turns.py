@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from molt.agents.render import plain_content
-from molt.agents.types import ChatRequest, Messages
+from molt.agents.types import Messages
 
 Int32s = npt.NDArray[np.int32]
 
@@ -27,7 +27,10 @@ class Prompt:
     """The turn whose reply is the last one that the prompt splices."""
     messages: Messages
     """What follows that reply (all messages at a root), tool results in call order."""
-    request: ChatRequest
+    n_messages: int
+    """All messages of the request."""
+    tools: tuple[dict[str, Any], ...]
+    template: dict[str, Any]
     text: str
     """Rendered text from the end of `after`'s text to where the reply begins."""
     ids: Int32s
@@ -62,7 +65,7 @@ class Turn:
     @property
     def n_messages(self) -> int:
         """Messages of the conversation up to and with this reply."""
-        return len(self.prompt.request.messages) + 1
+        return self.prompt.n_messages + 1
 
     def path(self) -> "list[Turn]":
         """From the root to this turn."""
@@ -88,12 +91,12 @@ class Found:
 
 
 def find_turn(roots: Sequence[Turn], messages: Messages) -> Found:
-    """The longest match over all turns; of equal ones the latest."""
+    """The longest match over all turns; of equal ones that with most thoughts, then the latest."""
     best: Turn | None = None
-    why = (0, 0, "new_conversation")
-    stack = [(turn, 0) for turn in roots]
+    rank, why = (0, 0), (0, 0, "new_conversation")
+    stack = [(turn, 0, 0) for turn in roots]
     while stack:
-        turn, at = stack.pop()
+        turn, at, n_strange = stack.pop()
         end = at
         for known, given in zip(turn.prompt.messages, messages[at:], strict=False):
             if not same(known, given):
@@ -103,11 +106,15 @@ def find_turn(roots: Sequence[Turn], messages: Messages) -> Found:
         why = max(why, _departure(at, end, all_known, messages))
         if not all_known or end == len(messages):
             continue
-        if messages[end] == turn.echo or same(turn.reply, messages[end]):
-            turn.echo = messages[end]
-            if best is None or turn.n_messages > best.n_messages:
-                best = turn
-            stack += [(child, end + 1) for child in turn.children]
+        echo = messages[end]
+        if echo != turn.echo:
+            if not same(turn.reply, echo) or (_reasoning(echo) and not _reasoning(turn.reply)):
+                continue
+            turn.echo = echo
+        n_strange += _reasoning(echo) != _reasoning(turn.reply)
+        if (end + 1, -n_strange) > rank:
+            best, rank = turn, (end + 1, -n_strange)
+        stack += [(child, end + 1, n_strange) for child in turn.children]
     thoughts: dict[int, dict[str, Any]] = {}
     strange: dict[Turn, str] = {}
     at = 0
@@ -139,6 +146,16 @@ def _departure(at: int, end: int, all_known: bool, messages: Messages) -> tuple[
     return end, 1, "branched" if end == at else "rewritten_history"
 
 
+def well_formed(message: Any) -> bool:
+    """True for what can be compared: a dict with a role, tool calls with a function each."""
+    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+        return False
+    calls = message.get("tool_calls") or []
+    return isinstance(calls, list) and all(
+        isinstance(c, dict) and isinstance(c.get("function"), dict) for c in calls
+    )
+
+
 def same(a: dict[str, Any], b: dict[str, Any]) -> bool:
     """True if two messages mean the same, reasoning apart."""
     return a == b or _canonical(a) == _canonical(b)
@@ -150,7 +167,7 @@ def _canonical(message: dict[str, Any]) -> dict[str, Any]:
     if message["role"] != "assistant":
         out.update((k, v) for k, v in message.items() if v and k != "content")
     out["tool_calls"] = [
-        (c.get("id"), c["function"]["name"], json_value(c["function"].get("arguments")))
+        (c.get("id"), c["function"].get("name"), json_value(c["function"].get("arguments")))
         for c in message.get("tool_calls") or ()
     ]
     return out

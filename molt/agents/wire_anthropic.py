@@ -201,8 +201,8 @@ def blocks_of(choice: Choice) -> Messages:
 
 def _input(arguments: str) -> dict[str, Any]:
     try:
-        found = json.loads(arguments or "{}")
-    except ValueError:
+        found = msgspec.json.decode(arguments or "{}")  # strict: no NaN, no half of a character
+    except (msgspec.DecodeError, RecursionError):
         found = None
     return found if isinstance(found, dict) else {MALFORMED: arguments}
 
@@ -218,26 +218,26 @@ def stop(call: Call, choice: Choice) -> tuple[str, str | None]:
 
 
 def _head(call: Call, reply_id: str) -> dict[str, Any]:
-    name = "msg_" + reply_id.removeprefix("chatcmpl-")
-    return {"id": name, "type": "message", "role": "assistant", "model": call.model}
+    return {"id": reply_id, "type": "message", "role": "assistant", "model": call.model}
 
 
 class Stream:
     """The events of one streamed answer."""
 
-    def __init__(self, call: Call, reply_id: str, created: int, decode: Decode) -> None:
-        self.call, self.reply_id = call, reply_id
+    def __init__(self, call: Call, started: Any, created: int, decode: Decode) -> None:
+        """started: what the session knows of the reply: `reply_id` and `n_prompt`."""
+        self.call, self.started = call, started
         self.index = -1  # of the open content block
         self.open = False
 
     def start(self) -> bytes:
-        """The prompt is counted when the reply is whole: see message_delta."""
+        """All of the prompt counts as input here; message_delta tells what of it was cached."""
         message = {
-            **_head(self.call, self.reply_id),
+            **_head(self.call, self.started.reply_id),
             "content": [],
             "stop_reason": None,
             "stop_sequence": None,
-            "usage": {"input_tokens": 0, "output_tokens": 0},
+            "usage": {"input_tokens": self.started.n_prompt, "output_tokens": 0},
         }
         return sse("message_start", message=message)
 
@@ -273,8 +273,9 @@ class Stream:
         return sse("ping")
 
     @staticmethod
-    def broken(body: dict[str, Any]) -> bytes:
-        return sse("error", **body)
+    def broken(*what: Any) -> bytes:
+        """The error that ends it, from the arguments of `error`."""
+        return sse("error", **error(*what))
 
     def _begin(self, block: dict[str, Any]) -> bytes:
         self.index, self.open = self.index + 1, True

@@ -222,10 +222,11 @@ def logprobs(choice: Choice, decode: Decode) -> dict[str, Any]:
 class Stream:
     """The chunks of one streamed answer, as bytes of server-sent events."""
 
-    def __init__(self, call: Call, reply_id: str, created: int, decode: Decode) -> None:
+    def __init__(self, call: Call, started: Any, created: int, decode: Decode) -> None:
+        """started: what the session knows of the reply: `reply_id` and `n_prompt`."""
         self.call, self.decode = call, decode
         self.head = {
-            "id": reply_id,
+            "id": started.reply_id,
             "object": "chat.completion.chunk",
             "created": created,
             "model": call.model,
@@ -258,8 +259,9 @@ class Stream:
         return b": still sampling\n\n"
 
     @staticmethod
-    def broken(body: dict[str, Any]) -> bytes:
-        return sse(body)
+    def broken(*what: Any) -> bytes:
+        """The error that ends it, from the arguments of `error`."""
+        return sse(error(*what))
 
     def _chunk(
         self, index: int, delta: dict[str, Any], finish: str | None = None, shown: Any = None

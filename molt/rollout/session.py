@@ -7,8 +7,6 @@ versions are the engine's own spans (I2); an outcome is durable after all that i
 """
 
 import asyncio
-import dataclasses
-import hashlib
 import secrets
 import time
 from collections import Counter
@@ -16,7 +14,9 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import numpy as np
+import xxhash
 
 from molt.agents.types import ChatReply, ChatRequest, Choice
 from molt.rollout.engines import EngineSource, Generator
@@ -82,6 +82,8 @@ class _Call:
     """One request and its answer, which may be asked for more than once."""
 
     key: str | None
+    reply_id: str = field(default_factory=lambda: f"chatcmpl-{secrets.token_hex(12)}")
+    n_prompt: int = 0
     task: "asyncio.Task[ChatReply]" = field(init=False)
     pieces: list[tuple[int, np.ndarray, str]] = field(default_factory=list)
     listeners: list[OnPiece] = field(default_factory=list)
@@ -153,7 +155,7 @@ class Session:
         self.fatal: EngineError | Fenced | None = None
         """What is not the rollout's fault, whatever the agent made of it: there is no outcome."""
         self._captures: dict[str, Capture] = {}
-        self._calls: dict[bytes, list[_Call]] = {}
+        self._calls: dict[str, list[_Call]] = {}
         self._replies: dict[str, tuple[_Call, int]] = {}
         """By id: the call, and the last segment of its first choice; in order of completion."""
         self._tickets: list[Ticket] = []
@@ -161,8 +163,17 @@ class Session:
 
     # -- calls of the model --------------------------------------------------------------------
 
-    async def chat(self, request: ChatRequest, *, on_piece: OnPiece | None = None) -> ChatReply:
+    async def chat(
+        self,
+        request: ChatRequest,
+        *,
+        on_piece: OnPiece | None = None,
+        on_call: Callable[[Any], None] | None = None,
+    ) -> ChatReply:
         """Answer one request; the reply's tokens are in the writer then.
+
+        Who streams is handed the call (`on_call`): its `reply_id`, and its `n_prompt` from the
+        first piece on.
 
         The same body gets the same reply, appended once, when it comes as a retry: with a retry
         count, with an idempotency key that was seen, or after an answer that was never delivered
@@ -182,6 +193,8 @@ class Session:
             self._calls[body] = [*known, call]
         else:
             self.counts["retries"] += 1
+        if on_call is not None:
+            on_call(call)
         return await call.answer(on_piece)
 
     def delivered(self, reply_id: str) -> None:
@@ -213,9 +226,10 @@ class Session:
     async def _answer(self, call: _Call, request: ChatRequest) -> ChatReply:
         capture = self._capture(request.role)
         placement = capture.place(request)
-        if len(placement.prompt_ids) >= self.desk.window:
+        call.n_prompt = len(placement.prompt_ids)
+        if call.n_prompt >= self.desk.window:
             self.full = WindowFull(
-                f"{self.a.rollout_id}: a prompt of {len(placement.prompt_ids)} tokens in a window "
+                f"{self.a.rollout_id}: a prompt of {call.n_prompt} tokens in a window "
                 f"of {self.desk.window}; shorten it or raise engine.max_model_len"
             )
             raise self.full
@@ -238,9 +252,9 @@ class Session:
         if request.role == "agent":
             self.finish_reason, self.full = sampled[0].choice.finish_reason, None
         reply = ChatReply(
-            id=f"chatcmpl-{secrets.token_hex(12)}",
+            id=call.reply_id,
             choices=tuple(one.choice for one in sampled),
-            n_prompt=len(placement.prompt_ids),
+            n_prompt=call.n_prompt,
             n_cached=sampled[0].n_cached,
         )
         self._replies[reply.id] = (call, reply.choices[0].segment)
@@ -423,11 +437,13 @@ class Session:
         return link.role == "agent" or self.a.purpose == "judge"
 
 
-def _body(request: ChatRequest) -> bytes:
-    """Digest of all that is asked; the marks of a retry are no part of it."""
-    fields = {f.name: getattr(request, f.name) for f in dataclasses.fields(request)}
-    text = canonical_json({k: v for k, v in fields.items() if k not in ("key", "retry")})
-    return hashlib.blake2b(text.encode(), digest_size=16).digest()
+def _body(request: ChatRequest) -> str:
+    """Equal for equal requests; a digest, because a long rollout asks long questions often."""
+    try:
+        body = msgspec.json.encode(replace(request, key=None, retry=0), order="deterministic")
+    except UnicodeEncodeError as error:
+        raise RequestRefused(f"the messages hold what is no text: {error}") from error
+    return xxhash.xxh3_128_hexdigest(body)
 
 
 def _retried(request: ChatRequest, known: Sequence[_Call]) -> _Call | None:

@@ -49,7 +49,7 @@ def native(folder: Path, log: Log) -> duckdb.DuckDBPyConnection:
     con = duckdb.connect(str(folder / "native.duckdb"))
     con.execute("set threads = 2")
     for name in ("segments", "rewards"):
-        con.register("source", source.sql(f"select * from {name}").to_arrow_table())
+        con.register("source", source.sql(f"select * from {name}").to_arrow_reader(1024))
         con.execute(f"create table {name} as select * from source")
         con.unregister("source")
     con.execute("checkpoint")

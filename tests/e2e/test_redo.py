@@ -2,6 +2,8 @@
 
 import asyncio
 import multiprocessing
+import re
+import resource
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
@@ -162,6 +164,23 @@ def test_the_kl_coefficient_follows_its_target(folder: Path) -> None:
         trainer.close()
 
 
+def test_a_checkpoint_that_cannot_be_written_says_so(folder: Path) -> None:
+    """A limit on file sizes fails writes as a full disk does; training goes on afterwards."""
+    trainer = started(settings(folder))
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
+        with pytest.raises(TrainerError, match="cannot be written: .*; free some space"):
+            trainer.save(str(folder / "full"))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        assert trainer.execute(1, plan(1)).updates == 1
+        trainer.save(str(folder / "roomy"))
+        assert trainer.load(str(folder / "roomy")) == 1
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        trainer.close()
+
+
 def started_settings_without_reference(folder: Path) -> Trainer:
     """A trainer that was never started has no reference either."""
     return Trainer(settings(folder), 0, 1, "tcp://127.0.0.1:1")
@@ -178,7 +197,7 @@ def test_shifted_logprobs_are_refused_before_training(folder: Path, updates: int
         before = trainer.weights_digest()
         for shift in (-1, 1):
             rows = [sequence(0, k, ids[k], 4, logprobs=np.roll(true[k], shift)) for k in range(4)]
-            with pytest.raises(TrainerError, match=rf"fit the trainer's {-shift:+d} token away"):
+            with pytest.raises(TrainerError, match=re.escape(f"trainer's {-shift:+d} token away")):
                 trainer.execute(1, rows)
         assert trainer.weights_digest() == before
         rows = [sequence(0, k, ids[k], 4, logprobs=true[k]) for k in range(4)]

@@ -2,17 +2,26 @@
 
 import asyncio
 import contextlib
+import json
+import os
 from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+import factories as make
 import httpx
 import pytest
 
+from molt import cli
 from molt.agents import serve as desk_module
 from molt.agents.chat import Context, Result
+from molt.agents.commands import serve_config
 from molt.agents.serve import External, Reception, routes
 from molt.agents.server import listen
+from molt.config import to_dict
 from molt.schemas.records import Sampling
+from molt.store import Log
 
 TOKEN = "desk-secret"
 
@@ -194,3 +203,33 @@ def test_without_a_token_the_desk_does_not_open(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.delenv("MOLT_DESK_TOKEN", raising=False)
     with pytest.raises(ValueError, match="molt agent serve"):
         desk_module._reception()
+
+
+def test_fields_can_be_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["agent", "fields", "--format", "json"]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    fates = {(r["wire"], r["field"]): r["fate"] for r in rows}
+    assert fates["openai", "temperature"] == "overridden by the run"
+    assert fates["anthropic", "metadata"] == "accepted without effect"
+    assert fates["openai", "logit_bias"] == "refused"
+
+
+def test_serve_takes_a_file_or_a_log(
+    tmp_path: Path, log: Log, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its agents are elsewhere whatever the file says, and the worker is told where to listen."""
+    for name in ("TOKEN", "HOST", "PORT", "PUBLIC"):
+        monkeypatch.setenv(f"MOLT_DESK_{name}", "x")  # so that it is put back afterwards
+    monkeypatch.delenv("MOLT_DESK_TOKEN")
+    file = Path(cli.__file__).parent / "recipes" / "demo.toml"
+    arguments = ["agent", "serve", str(file), "--port", "9", "--set", "run.steps=3"]
+    from_file = serve_config(cli.parser().parse_args(arguments))
+    assert from_file.agent.env == "molt.agents.serve:External" and from_file.run.steps == 3
+    said = capsys.readouterr().err
+    assert "http://127.0.0.1:9/rollouts" in said and os.environ["MOLT_DESK_TOKEN"] in said
+    assert (os.environ["MOLT_DESK_PORT"], os.environ["MOLT_DESK_PUBLIC"]) == ("9", "0")
+    make.open_epoch(log, config=json.dumps(to_dict(from_file)))
+    arguments = ["agent", "serve", str(log.path), "--set", "run.steps=5"]
+    from_log = serve_config(cli.parser().parse_args(arguments))
+    assert from_log.run.dir == str(log.path) and from_log.run.steps == 5
+    assert replace(from_log, run=from_file.run) == from_file
