@@ -46,6 +46,7 @@ class Growing:
         self._messages: list[Any] = request.messages[placement.n_known :]
         self._logprobs: list[np.ndarray] = []
         self._waiting: list[Completion] = []
+        self._n_waiting = 0
         self._version: tuple[int, int] | None = None
         self.source: Row | None = None
         """The recorded segment that the next piece is a copy of."""
@@ -57,11 +58,11 @@ class Growing:
         self._waiting.append(piece)
         self.token_ids += piece.token_ids.tolist()
         self._logprobs.append(piece.logprobs)
-        cut = piece.finish_reason == "partial"
-        n_waiting = sum(len(p.token_ids) for p in self._waiting)
+        self._n_waiting += len(piece.token_ids)
+        cut = piece.finish_reason == "partial" and self._n_waiting > 0
         if piece.finish_reason not in ("", "partial"):
             self._end(engine_id)
-        elif n_waiting and (cut or n_waiting >= self.session.desk.partial_tokens):
+        elif cut or self._n_waiting >= self.session.desk.partial_tokens:
             self._append(join(self._waiting), "partial", engine_id)
 
     def _end(self, engine_id: str) -> None:
@@ -102,7 +103,8 @@ class Growing:
         own = np.concatenate([self._context, done.token_ids])
         self.rows.append((number, own))
         self._parent, self._keep = number, self._keep + len(own)
-        self._context, self._messages, self._waiting = np.zeros(0, np.int32), [], []
+        self._context, self._messages = np.zeros(0, np.int32), []
+        self._waiting, self._n_waiting = [], 0
 
     def choice(self, index: int) -> Choice:
         return Choice(

@@ -292,7 +292,7 @@ class Session:
 
     async def _pieces(
         self,
-        prompt_ids: Sequence[int],
+        prompt_ids: list[int],
         growing: Growing,
         every: int,
         grammar: Any,
@@ -311,7 +311,7 @@ class Session:
             engine, sampling = await self._engine(), replace(growing.sampling, max_tokens=left)
             self.counts["requests"] += 1
             request_id = f"{self.a.rollout_id}.{self.a.attempt}.{self.counts['requests'] - 1}"
-            so_far = [*map(int, prompt_ids), *growing.token_ids]
+            so_far = [*prompt_ids, *growing.token_ids]
             try:
                 with self.desk.engines.busy(engine):
                     async for piece in engine.pieces(request_id, so_far, sampling, every, grammar):

@@ -20,6 +20,7 @@ from molt.agents.chat import ChatAgent, Context, Result
 from molt.config import load as load_config
 from molt.planning import plan_group
 from molt.relabel import relabel
+from molt.replay.audit import audit
 from molt.rollout.types import Assignment
 from molt.rollout.worker import RolloutWorker
 from molt.store import Log
@@ -212,3 +213,5 @@ def check_log(log: Log, config: Any) -> None:
     assert {r.in_baseline for r in rows.values() if r.reward is None} == {False}
     judged = "select sum(list_sum(train)) from segments where role = 'judge'"
     assert log.sql(judged).fetchall() == [(0,)]
+    found = audit(log).violations
+    assert found == [], found

@@ -441,3 +441,54 @@ def test_a_worker_plays_envs_of_many_turns(rig: Rig, log: Log, folder: str, tmp_
         (row,) = [r for r in rows if r.rollout_id == rollout_id]
         assert row.reward == pytest.approx(sum(values))
         assert int(sequences[rollout_id].mask.sum()) == attempt.n_sampled
+
+
+def test_another_worker_goes_on_with_a_resumable_env(
+    rig: Rig, log: Log, folder: str, tmp_path: Any
+) -> None:
+    """The first one dies in mid-reply; the second repeats what is recorded and samples the rest."""
+    (tmp_path / "config.toml").write_text(CONFIG.format(model=folder, log=log.path))
+    settings = [
+        "agent.partial_tokens=4",
+        "sampling.max_tokens=60",
+        f"engine.max_model_len={WINDOW}",
+    ]
+    config = load_config(tmp_path / "config.toml", ["agent.env=players:Talks", *settings])
+    for version in (1, 2):
+        log.control.put("policy", [make.policy(1, version)])
+    with log.writer() as w:
+        w.append("prompts", make.prompt(0, n=1))
+
+    async def play() -> None:
+        first = RolloutWorker(str(log.path), 1, config, folder, [Local(rig)])
+        playing = asyncio.create_task(first.play([assignment()]))
+        while not any(s.counts["calls"] and s._calls for s in first.sessions.values()):
+            await asyncio.sleep(0)
+        (session,) = first.sessions.values()
+        n_recorded = len(session.links)
+        while len(session.links) == n_recorded:
+            await asyncio.sleep(0)
+        playing.cancel()
+        await asyncio.gather(playing, return_exceptions=True)
+        first.writer.flush()
+        fold = Fold(log.tail(streams=STREAMS, columns=COLUMNS))
+        fold.update()
+        begun = fold.groups["train-0"].attempts["train-0/0"][0].segments
+        source = tuple(info.ref for _, info in sorted(begun.items()))
+        second = RolloutWorker(str(log.path), 1, config, folder, [Local(rig)])
+        await second.play([replace(assignment(attempt=1), source=source)])
+        await second.close()
+
+    rig.run(play())
+    query = "select attempt, status, n_segments, counts from rollouts"
+    ((attempt, status, n_segments, counts),) = log.sql(query).fetchall()
+    assert attempt == 1 and status in ("ok", "truncated") and counts["regenerated"] == 0
+    query = "select attempt, digest, source_attempt from segments order by attempt, segment"
+    rows = log.sql(query).fetchall()
+    old = [digest for of, digest, _ in rows if of == 0]
+    new = [(digest, source) for of, digest, source in rows if of == 1]
+    assert len(new) == n_segments > len(old)
+    assert new[: len(old)] == [(digest, 0) for digest in old]
+    assert {source for _, source in new[len(old) :]} == {None}
+    rewards = log.sql("select name, count(*) from rewards where attempt = 1 group by 1 order by 1")
+    assert rewards.fetchall() == [("end", 1), ("step", 2)]
