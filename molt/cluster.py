@@ -51,6 +51,7 @@ class Cluster:
     def start_ray(self) -> None:
         """A private local Ray; it dies with this process."""
         os.environ.update(
+            RAY_DISABLE_FAILURE_SIGNAL_HANDLER="1",  # it aborts 3 s after a SIGTERM
             RAY_USAGE_STATS_ENABLED="0",
             RAY_DEDUP_LOGS="0",
             RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO="0",

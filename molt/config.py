@@ -129,6 +129,9 @@ class LimitsConfig:
 class LogConfig:
     linger_s: float = 0.5
     """Group commit: how long a row may wait for company (0.5 s local disks, 5 s shared ones)."""
+    retire: str | None = None
+    """Let tokens go that no kept checkpoint and no reader needs; the word says what of routing
+    stays: "checkpoint" (what redo needs), "all" or "none"."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -255,6 +258,7 @@ def validate(config: Config) -> None:
         ("algo.advantage", algo.advantage, ESTIMATORS),
         ("algo.loss", algo.loss, LOSS_NAMES),
         ("algo.lag", algo.lag, POLICIES),
+        ("log.retire", config.log.retire or "all", ("checkpoint", "all", "none")),
     ):
         if name not in known:
             raise ConfigError(f"{key} is '{name}'; one of {sorted(known)}")

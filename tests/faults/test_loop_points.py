@@ -22,6 +22,7 @@ from molt.schemas.text import canonical_json
 from molt.store import Log, control
 from molt.store.compact import compact
 from molt.store.control import lineage_of
+from molt.store.files import Posix
 from molt.store.retention import retire
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "e2e"))
@@ -75,6 +76,13 @@ class Deadly:
             self.seen.append(kind)
 
         return deadly
+
+
+class DeadlyStore(Posix):
+    """The backend of the control log."""
+
+    def __init__(self, deadly: Deadly) -> None:
+        self.put = deadly.wrap(super().put)  # type: ignore[method-assign]
 
 
 class Driver(Simulation):
@@ -163,7 +171,7 @@ def drive(
     trainer.load(str(model / "start"))
     with pytest.MonkeyPatch.context() as patch:
         if deadly is not None:
-            patch.setattr(control, "publish", deadly.wrap(control.publish))
+            patch.setattr(control, "STORE", DeadlyStore(deadly))
             patch.setattr(checkpoints, "publish", deadly.wrap(checkpoints.publish))
         driver = Driver(path, conf, trainer)
         asyncio.run(driver.go(steps))

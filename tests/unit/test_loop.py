@@ -150,7 +150,8 @@ def test_rows_that_no_redo_needs_are_passed_over_by_the_name_of_their_commit(
     start = Start(drop=(f"{writer}/{seq}",))
     assert cut(log.records(), start) == (None, None)
     later = simulate(path, conf, 1, start=start).run
-    assert later.step == 3 and later.fold.plans.keys() == {1, 2, 3}
+    steps = later.log.sql("select distinct step from plans order by step").fetchall()
+    assert later.step == 3 and steps == [(1,), (2,), (3,)]
 
 
 def test_a_poisonous_rollout_that_no_plan_holds_is_dropped_too(tmp_path: Path) -> None:
