@@ -19,8 +19,14 @@ GIVEN: dict[str, list[tuple[str, str]]] = {}
 """Rollout -> (reply id, its text) in the order in which they came."""
 ERRORS: dict[str, BaseException] = {}
 
-CITY = {"type": "object", "properties": {"city": {"enum": ["Oslo", "Rome"]}}, "required": ["city"]}
-TOOL: Any = {"type": "function", "function": {"name": "weather", "parameters": CITY}}
+CITY: Any = {
+    "type": "object",
+    "properties": {"city": {"enum": ["Oslo", "Rome"]}},
+    "required": ["city"],
+    "additionalProperties": False,
+}
+STRICT: Any = {"name": "weather", "parameters": CITY, "strict": True}
+TOOL: Any = {"type": "function", "function": STRICT}
 WEATHER = {"Oslo": "rain", "Rome": "sun"}
 KILLED = """
 import sys, openai
@@ -72,8 +78,8 @@ class AnthropicTools(ChatAgent):
     async def run(self, ctx: Context) -> Result:
         given = GIVEN.setdefault(ctx.rollout_id, [])
         asked: list[Any] = [{"role": "user", "content": "weather?"}]
-        tools: Any = [{"name": "weather", "input_schema": CITY}]
-        ask: Any = {"model": ctx.model, "max_tokens": 160, "tools": tools, "system": "be brief"}
+        tools: Any = [{"name": "weather", "input_schema": CITY, "strict": True}]
+        ask: Any = {"model": ctx.model, "max_tokens": 400, "tools": tools, "system": "be brief"}
         async with anthropic.AsyncAnthropic(base_url=ctx.base_url, api_key=ctx.api_key) as client:
             count = await client.messages.count_tokens(
                 messages=asked, model=ctx.model, tools=tools, system="be brief"

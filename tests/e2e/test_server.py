@@ -52,7 +52,7 @@ def play(rig: Rig, log: Log, folder: str, tmp_path: Path, agent: str, n: int = 1
         [
             f"agent.env=sdk_agents:{agent}",
             "agent.deadline_s=60",
-            "sampling.max_tokens=160",
+            "sampling.max_tokens=400",
             f"engine.max_model_len={WINDOW}",
         ],
     )
