@@ -134,10 +134,12 @@ def _tool(tool: Any) -> dict[str, Any]:
 
 def function_tool(name: str, text: Any, schema: Any, given: dict[str, Any]) -> dict[str, Any]:
     """One form for every agent's tool: the template prints it, so order and keys are tokens."""
-    known = ("name", "description", "parameters", "input_schema", "type")
+    known = ("name", "description", "parameters", "input_schema", "type", "strict")
     for key in given.keys() - set(known):
         say_once(f"tool key '{key}': accepted without effect")
     out = {"name": name, "description": text or "", "parameters": schema or {"type": "object"}}
+    if given.get("strict"):  # a forced call then obeys the schema
+        out["strict"] = True
     return {"type": "function", "function": out}
 
 

@@ -119,7 +119,9 @@ async def _serve(
     profiler = cProfile.Profile()
     if profile:
         profiler.enable()
+    began = time.process_time()
     await asyncio.get_running_loop().run_in_executor(None, pipe.recv)
+    cpu_s = time.process_time() - began
     profiler.disable()
     forks = sum(sum(s.forks.values()) for s in sessions)
     for session in sessions:
@@ -128,7 +130,7 @@ async def _serve(
     desk.writer.close()
     if profile:
         pstats.Stats(profiler).sort_stats("tottime").print_stats(35)
-    pipe.send((engine.took, forks))
+    pipe.send((engine.took, forks, cpu_s))
 
 
 class Client:
@@ -192,8 +194,8 @@ async def long(port: int, token: str) -> list[tuple[float, int, int]]:
 
 def with_server(
     play: Any, delay_s: tuple[float, float], n: int, profile: bool
-) -> tuple[Any, Any, int]:
-    """(what `play` returns, the stub's seconds by request id, forks)."""
+) -> tuple[Any, Any, int, float]:
+    """(what `play` returns, the stub's seconds by request id, forks, the server's CPU seconds)."""
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
         ours, theirs = context.Pipe()
@@ -204,11 +206,11 @@ def with_server(
             port, tokens = ours.recv()
             found = asyncio.run(play(port, tokens))
             ours.send("enough")
-            took, forks = ours.recv()
+            took, forks, cpu_s = ours.recv()
             process.join()
         finally:
             process.kill()
-    return found, took, forks
+    return found, took, forks, cpu_s
 
 
 def main() -> None:
@@ -216,17 +218,18 @@ def main() -> None:
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
-    seconds, took, forks = with_server(concurrent, (0.3, 0.9), REPLY_TOKENS, args.profile)
+    seconds, took, forks, cpu_s = with_server(concurrent, (0.3, 0.9), REPLY_TOKENS, args.profile)
     assert seconds.keys() == took.keys(), "every turn was sampled once"
     overhead = [seconds[k] - took[k] for k in seconds]
     print(f"{ROLLOUTS} rollouts at once, {TURNS} turns each, {len(overhead)} turns, {forks} forks")
     print("overhead per turn, ms |    p50 |    p90 |    p99 |    max")
     print(f"                      | {percentiles(overhead)}")
+    print(f"CPU of the server per turn, ms: {1e3 * cpu_s / len(overhead):.2f} (whatever else runs)")
 
     async def one(port: int, tokens: list[str]) -> Any:
         return await long(port, tokens[0])
 
-    turns, took, forks = with_server(one, (0.0, 0.0), LONG_REPLY, args.profile)
+    turns, took, forks, cpu_s = with_server(one, (0.0, 0.0), LONG_REPLY, args.profile)
     cost = [s - took[f"train-0/0.0.{k}"] for k, (s, _, _) in enumerate(turns)]
     print(f"\none rollout, {LONG_TURNS} turns, no other load, {forks} forks")
     print("turns     | prompt tokens | request, kB | overhead per turn, ms (median)")
@@ -234,6 +237,7 @@ def main() -> None:
         _, size, tokens = turns[hi - 1]
         middle = 1e3 * float(np.median(cost[lo:hi]))
         print(f"{lo + 1:3}..{hi:<4} | {tokens:13} | {size / 1e3:11.1f} | {middle:6.2f}")
+    print(f"CPU of the server per turn, ms: {1e3 * cpu_s / LONG_TURNS:.2f}")
     if args.json:
         print(json.dumps({"overhead": overhead, "long": cost}))
 

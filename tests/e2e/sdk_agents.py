@@ -19,8 +19,14 @@ GIVEN: dict[str, list[tuple[str, str]]] = {}
 """Rollout -> (reply id, its text) in the order in which they came."""
 ERRORS: dict[str, BaseException] = {}
 
-CITY = {"type": "object", "properties": {"city": {"enum": ["Oslo", "Rome"]}}, "required": ["city"]}
-TOOL: Any = {"type": "function", "function": {"name": "weather", "parameters": CITY}}
+CITY: Any = {
+    "type": "object",
+    "properties": {"city": {"enum": ["Oslo", "Rome"]}},
+    "required": ["city"],
+    "additionalProperties": False,
+}
+STRICT: Any = {"name": "weather", "parameters": CITY, "strict": True}
+TOOL: Any = {"type": "function", "function": STRICT}
 WEATHER = {"Oslo": "rain", "Rome": "sun"}
 KILLED = """
 import sys, openai
@@ -39,7 +45,7 @@ class OpenAITools(ChatAgent):
         asked: list[Any] = [{"role": "user", "content": "weather?"}]
         async with openai.AsyncOpenAI(base_url=ctx.base_url, api_key=ctx.api_key) as client:
             chat = client.chat.completions
-            force: Any = {"tools": [TOOL], "tool_choice": "required"}
+            force: Any = {"tools": [TOOL], "tool_choice": "required", "parallel_tool_calls": False}
             async with chat.stream(model=ctx.model, messages=asked, **force) as stream:
                 final = await stream.get_final_completion()
             message = final.choices[0].message
@@ -54,7 +60,7 @@ class OpenAITools(ChatAgent):
             for call in message.tool_calls:
                 city = json.loads(call.function.arguments)["city"]
                 asked.append({"role": "tool", "tool_call_id": call.id, "content": WEATHER[city]})
-            free: Any = {"tools": [TOOL], "tool_choice": "none"}
+            free: Any = {"tools": [TOOL], "tool_choice": "none", "max_tokens": 60}
             reply = await chat.create(model=ctx.model, messages=asked, **free)
             given.append((reply.id, reply.choices[0].message.content or ""))
             asked += [reply.choices[0].message.model_dump(), {"role": "user", "content": "and?"}]
@@ -72,13 +78,13 @@ class AnthropicTools(ChatAgent):
     async def run(self, ctx: Context) -> Result:
         given = GIVEN.setdefault(ctx.rollout_id, [])
         asked: list[Any] = [{"role": "user", "content": "weather?"}]
-        tools: Any = [{"name": "weather", "input_schema": CITY}]
-        ask: Any = {"model": ctx.model, "max_tokens": 90, "tools": tools, "system": "be brief"}
+        tools: Any = [{"name": "weather", "input_schema": CITY, "strict": True}]
+        ask: Any = {"model": ctx.model, "max_tokens": 400, "tools": tools, "system": "be brief"}
         async with anthropic.AsyncAnthropic(base_url=ctx.base_url, api_key=ctx.api_key) as client:
             count = await client.messages.count_tokens(
                 messages=asked, model=ctx.model, tools=tools, system="be brief"
             )
-            any_tool: Any = {"type": "any"}
+            any_tool: Any = {"type": "any", "disable_parallel_tool_use": True}
             async with client.messages.stream(
                 messages=asked, tool_choice=any_tool, **ask
             ) as stream:
@@ -94,6 +100,7 @@ class AnthropicTools(ChatAgent):
             ]
             asked.append({"role": "user", "content": [*results, {"type": "text", "text": "so?"}]})
             none: Any = {"type": "none"}
+            ask["max_tokens"] = 60
             reply = await client.messages.create(messages=asked, tool_choice=none, **ask)
             given.append((reply.id, "".join(b.text for b in reply.content if b.type == "text")))
             asked.append({"role": "assistant", "content": reply.content})

@@ -52,7 +52,7 @@ def play(rig: Rig, log: Log, folder: str, tmp_path: Path, agent: str, n: int = 1
         [
             f"agent.env=sdk_agents:{agent}",
             "agent.deadline_s=60",
-            "sampling.max_tokens=90",
+            "sampling.max_tokens=400",
             f"engine.max_model_len={WINDOW}",
         ],
     )
@@ -97,11 +97,10 @@ def test_two_tool_agents_at_once_are_recorded_token_for_token(
     play(rig, log, folder, tmp_path, agent, n=2)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     outcomes = rows(log, "select * from rollouts order by rollout_id")
-    assert [o["status"] for o in outcomes] in (
-        [a, b] for a in ("ok", "truncated") for b in ("ok", "truncated")
-    ), outcomes
+    assert len(outcomes) == 2
     for outcome in outcomes:
-        assert outcome["reason"] in (None, "length"), outcome["reason"]
+        ended = (outcome["status"], outcome["reason"])
+        assert ended in (("ok", None), ("truncated", "length")), ended
         assert '"forks":{}' in outcome["metrics"].replace(" ", ""), outcome["metrics"]
         own = segments(log, outcome["rollout_id"])
         assert len(own) == 3 and len(branches({k: Tip(r) for k, r in own.items()})) == 1

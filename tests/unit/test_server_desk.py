@@ -12,6 +12,7 @@ from typing import Any
 import factories as make
 import httpx
 import pytest
+from engines import TOKENIZER, Says
 
 from molt import cli
 from molt.agents import serve as desk_module
@@ -19,7 +20,9 @@ from molt.agents.chat import Context, Result
 from molt.agents.commands import serve_config
 from molt.agents.serve import External, Reception, routes
 from molt.agents.server import listen
-from molt.config import to_dict
+from molt.config import load, to_dict
+from molt.rollout.types import Assignment
+from molt.rollout.worker import RolloutWorker
 from molt.schemas.records import Sampling
 from molt.store import Log
 
@@ -203,6 +206,51 @@ def test_without_a_token_the_desk_does_not_open(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.delenv("MOLT_DESK_TOKEN", raising=False)
     with pytest.raises(ValueError, match="molt agent serve"):
         desk_module._reception()
+
+
+def test_a_worker_whose_agents_are_programs_elsewhere(
+    log: Log, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Worker, desk, server, session and log; a program that knows HTTP alone, and one that dies."""
+    TOKENIZER.save_pretrained(tmp_path)
+    file = Path(cli.__file__).parent / "recipes" / "demo.toml"
+    overrides = ["agent.env=molt.agents.serve:External", "agent.tool_parser=none"]
+    config = load(file, [*overrides, "agent.deadline_s=3", "log.linger_s=0.01"])
+
+    async def main() -> None:
+        async with desk(monkeypatch) as client:
+            worker = RolloutWorker(str(log.path), 1, config, str(tmp_path), [Says("A", "BB")])
+            work = [
+                Assignment(
+                    group_id="train-0",
+                    rollout_id=f"train-0/{i}",
+                    attempt=0,
+                    purpose="train",
+                    prompt={"q": i},
+                )
+                for i in range(2)
+            ]
+            playing = asyncio.create_task(worker.play(work))
+            got = [(await client.post("/rollouts", json={"wait_s": 30})).json() for _ in range(2)]
+            for one in got:
+                own = bearer(one["api_key"])
+                asked = {"model": "x", "messages": [{"role": "user", "content": "say"}]}
+                url = f"{one['base_url']}/chat/completions"
+                reply = (await client.post(url, json=asked, headers=own)).json()
+                path, text = f"/rollouts/{one['rollout_id']}", reply["choices"][0]["message"]
+                body = {"name": "n", "value": len(text["content"]), "reply": reply["id"]}
+                assert (await client.post(f"{path}/rewards", json=body, headers=own)).is_success
+            body = {"rewards": {"end": 1}}
+            assert (await client.post(f"{path}/finish", json=body, headers=own)).is_success
+            await playing
+            await worker.close()
+
+    asyncio.run(main())
+    outcomes = log.sql("select status, reason from rollouts order by 1").fetchall()
+    assert outcomes == [("ok", None), ("truncated", "deadline: 3 s")]
+    rewards = log.sql("select name, segment, value from rewards order by 1, 3").fetchall()
+    assert [r for r in rewards if r[0] == "end"] == [("end", None, 1.0)]
+    assert ("n", 0, rewards[-1][2]) == rewards[-1]
 
 
 def test_fields_can_be_printed(capsys: pytest.CaptureFixture[str]) -> None:

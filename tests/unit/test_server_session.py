@@ -5,17 +5,15 @@ The reported cases that an agent meets (M01 to M04), driven over both wires.
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import anthropic
-import chats
 import factories as make
 import httpx
-import numpy as np
 import openai
 import pytest
-from transformers import PreTrainedTokenizerFast
+from engines import TOKENIZER, Says
 
 from molt.agents.capture import Capture
 from molt.agents.chat import Context, Result
@@ -25,50 +23,15 @@ from molt.agents.server import Running, serve
 from molt.recipes import python_tool
 from molt.rollout.engines import EngineSource
 from molt.rollout.session import Desk, Session
-from molt.rollout.types import Assignment, Completion
+from molt.rollout.types import Assignment
 from molt.schemas.records import Sampling
 from molt.store import Log
 from molt.store.branches import branches
 
-TOKENIZER = PreTrainedTokenizerFast(
-    tokenizer_object=chats.own_tokenizer(), eos_token="<|im_end|>", chat_template=chats.PLAIN
-)
 CITY = {"type": "object", "properties": {"city": {"type": "string"}}}
 TOOL: Any = {"type": "function", "function": {"name": "get_weather", "parameters": CITY}}
 ANTHROPIC_TOOL: Any = {"name": "get_weather", "input_schema": CITY}
 USER: Any = {"role": "user", "content": "weather in A and B?"}
-
-
-class Says:
-    """An engine that samples what it is told, in pieces, and keeps the prompts."""
-
-    engine_id = "engine-0"
-
-    def __init__(self, *texts: str) -> None:
-        self.texts, self.prompts = list(texts), list[str]()
-        self.gate = asyncio.Event()
-        self.gate.set()
-
-    async def pieces(
-        self, request_id: str, prompt_ids: list[int], sampling: Sampling, *more: Any
-    ) -> AsyncGenerator[Completion, None]:
-        self.prompts.append(TOKENIZER.decode(prompt_ids))
-        text = self.texts.pop(0)
-        await self.gate.wait()
-        stop = any(s in text for s in sampling.stop)
-        ids = np.array(
-            [*TOKENIZER.encode(text), *([] if stop else [TOKENIZER.eos_token_id])], np.int32
-        )
-        parts = np.array_split(ids, 3)
-        for part in parts:
-            last = part is parts[-1]
-            yield Completion(
-                token_ids=part,
-                logprobs=np.full(len(part), -0.5, np.float32),
-                version_runs=((1, 0, len(part)),) if len(part) else (),
-                finish_reason="stop" if last else "",
-                stop_token=None if stop or not last else int(ids[-1]),
-            )
 
 
 Use = Callable[[Session, Says, Running], Awaitable[Any]]

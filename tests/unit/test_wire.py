@@ -29,6 +29,7 @@ ANTHROPIC_TOOL = {
     "name": "weather",
     "input_schema": SCHEMA,
     "description": "of a city",
+    "strict": True,
     "cache_control": {"type": "ephemeral"},
 }
 
@@ -125,6 +126,7 @@ def test_the_same_conversation_on_both_wires_is_the_same_request() -> None:
         "name": "weather",
         "description": "of a city",
         "parameters": SCHEMA,
+        "strict": True,
     }
 
 
