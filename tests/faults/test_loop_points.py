@@ -10,6 +10,7 @@ import datetime
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from molt.schemas.text import canonical_json
 from molt.store import Log, control
 from molt.store.compact import compact
 from molt.store.control import lineage_of
+from molt.store.files import STORE
 from molt.store.retention import retire
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "e2e"))
@@ -83,7 +85,7 @@ class Driver(Simulation):
     def __init__(self, path: Path, conf: Config, trainer: TrainerActor) -> None:
         super().__init__(path, conf, train_s=5.0, epoch={"config": canonical_json(to_dict(conf))})
         self.trainer = trainer
-        trainer.log = self.run.log
+        trainer.open_log(str(path))
         players: Any = self.players
         players.trainer_device, players.model_folder = "cpu", trainer.settings.model
 
@@ -163,7 +165,8 @@ def drive(
     trainer.load(str(model / "start"))
     with pytest.MonkeyPatch.context() as patch:
         if deadly is not None:
-            patch.setattr(control, "publish", deadly.wrap(control.publish))
+            store = SimpleNamespace(read=STORE.read, list=STORE.list, put=deadly.wrap(STORE.put))
+            patch.setattr(control, "STORE", store)
             patch.setattr(checkpoints, "publish", deadly.wrap(checkpoints.publish))
         driver = Driver(path, conf, trainer)
         asyncio.run(driver.go(steps))
@@ -177,7 +180,7 @@ def check(log: Log, model: Path, trainer: TrainerActor) -> None:
     assert log.sql(MISSING).fetchall() == []
     assert log.sql(SKIPPED).fetchall() == []
     trainer.load(str(model / "start"))
-    trainer.log = log
+    trainer.open_log(str(log.path))
     records = log.records()
     lineage = lineage_of(records)
     plans = [r for r in records if r.kind == "plan" and lineage.holds(r.n)]
