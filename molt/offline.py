@@ -11,14 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from molt.cluster import free_port
 from molt.config import Config, build, override_key
 from molt.model import folder_digests, resolve_model
+from molt.process import free_port, packages
 from molt.replay.replay import History
 from molt.schemas.columns import Row
 from molt.schemas.errors import ConfigError
 from molt.schemas.text import canonical_json
-from molt.startup import packages
 from molt.store import Log
 from molt.store.control import Record
 from molt.train.advantages import advantages

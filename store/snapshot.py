@@ -117,6 +117,9 @@ def _entry(file: CommitFile, row: Mapping[str, Any]) -> Entry:
         return Entry(who, (who, row["segment"]), row["digest"], _link(row))
     if file.stream == "rollouts":
         return Entry(who, (who, row["status"] == "pending"), (row["status"], row["chain_digest"]))
+    if file.stream == "rewards":
+        *key, value = row.values()
+        return Entry(who, tuple(key), value)
     if file.stream == "prompts":
         return Entry(None, (writer_epoch(file.writer), *map(repr, row.values())))
     if file.stream == "routing":
@@ -238,7 +241,7 @@ class Snapshot:
                     out = not entry.link.versions <= self.policies
                     lost[epoch] = lost.get(epoch, False) or out
         first: dict[Any, Any] = {}
-        for stream in ("segments", "rollouts"):
+        for stream in ("segments", "rollouts", "rewards"):
             for file, entries in self.entries(stream):
                 epoch = writer_epoch(file.writer)
                 for entry in entries:

@@ -30,6 +30,8 @@ from molt.store.reader import (
 )
 from molt.store.readers import register_reader, unregister_reader
 
+COLD_PAUSE = 5
+"""With nothing hot, cold files are listed again after this many times what a listing took."""
 TRANSIENT = {errno.ENOENT, errno.ESTALE}
 
 
@@ -77,6 +79,7 @@ class Tail:
         self._epochs: list[Record] = []
         self._cursors: dict[str, _Cursor] = {}
         self._cold: list[ColdFile] | None = None
+        self._cold_after = 0.0
         self._ear: Listener | None = None
 
     def wait(self, timeout_s: float) -> bool:
@@ -193,7 +196,12 @@ class Tail:
         if hot and hot[-1].seq - first == len(hot) - 1:
             return hot
         if self._cold is None or hot:
+            started = self.clock()
+            if not hot and started < self._cold_after:
+                return []
             self._cold = cold_files(self.log)
+            # An idle poll must not cost more in an older log: look less often if that is slow.
+            self._cold_after = self.clock() + COLD_PAUSE * (self.clock() - started)
         return merged(hot, cold_commits(self._cold, writer, first, (bucket + 1) * BUCKET))
 
     def _gap(self, writer: str, cursor: _Cursor, seen: int) -> None:

@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 
 from molt.schemas.check import ROOT_DIGEST, Parent, check_routing_shape, check_row
@@ -343,10 +342,10 @@ def _key(stream: str, row: Row) -> tuple[tuple[Any, ...] | None, bytes]:
 
 
 def _size(row: Row) -> int:
-    total = 16 * len(row)
-    for value in row.values():
-        if isinstance(value, np.ndarray):
-            total += value.nbytes
-        elif isinstance(value, str | bytes):
-            total += len(value)
-    return total
+    """About the raw bytes of a row: its long columns."""
+    long = ("token_ids", "logprobs", "values", "experts", "messages", "prompt", "metrics")
+    return (
+        512
+        + sum(4 * len(row[n]) for n in long[:3] if n in row)
+        + sum(len(row[n]) for n in long[3:] if n in row)
+    )

@@ -109,8 +109,9 @@ class Capture:
             rewritten = rewritten or fits.why or _changed(after, request)
             after = fits.after
         chain = [] if after is None else np.concatenate([t.ids for t in after.path()]).tolist()
-        ids = self._encode_new(after, fits.text)
-        keep, parent, extends = self._keep(after, messages, np.array(ids, np.int32))
+        ids = self._encode_new(after, fits.text) if after else self._encode_root(fits.text, found)
+        new = np.array(ids, np.int32)
+        keep, parent, extends = self._keep(after, messages, new)
         n_known = after.n_messages if after else 0
         prompt_ids = chain + ids
         tools = tuple(request.tools)
@@ -130,7 +131,7 @@ class Capture:
                 tools=tools,
                 template=request.template,
                 text=fits.text,
-                ids=np.array(ids, np.int32),
+                ids=new,
                 n_checked=fits.n_checked,
             ),
         )
@@ -206,7 +207,12 @@ class Capture:
             text = self._render_ends(path, new, request)
             if text is not None and self._shows_reply(after, text):
                 return _Fit(after, text, None, after.prompt.n_checked)
-        text = self._render_all(path, new, found, request)
+        try:
+            text = self._render_all(path, new, found, request)
+        except TemplateError:
+            if after is None:
+                raise
+            return _Fit(None, "", None, 0)  # it may still take the messages as they are
         start = 0
         for i, turn in enumerate(path):
             if not text.startswith(turn.prompt.text, start):
@@ -291,13 +297,28 @@ class Capture:
         except TemplateError:
             return True
 
-    def _encode_new(self, after: Turn | None, text: str) -> list[int]:
+    def _encode_root(self, text: str, found: Found) -> list[int]:
+        """Ids of a whole conversation; what it has in common with the one found is not encoded.
+
+        Exact, because no merge of a tokenizer goes across a control token.
+        """
+        if found.turn is None:
+            return self.renderer.encode(text)
+        known = found.turn.path()[0].prompt
+        counted = zip(*(x.tolist() for x in np.unique(known.ids, return_counts=True)), strict=True)
+        n, control = max(((n, i) for i, n in counted if self.renderer.control(i)), default=(0, 0))
+        mark = self.renderer.control(control) or ""
+        cut = text.rfind(mark, 0, _common_text(text, known.text)) if n else -1
+        if cut < 0 or n != known.text.count(mark):
+            return self.renderer.encode(text)
+        keep = int(np.flatnonzero(known.ids == control)[text.count(mark, 0, cut)])
+        return known.ids[:keep].tolist() + self.renderer.encode(text[cut:])
+
+    def _encode_new(self, after: Turn, text: str) -> list[int]:
         """Ids of what follows the reply of `after`, without the end token that it has sampled.
 
         `text` begins with that reply.
         """
-        if after is None:
-            return self.renderer.encode(text)
         message, marks = after.shown[self._with_calls]
         last = after.last_token
         if after.open_thought and marks[0] in text:
@@ -386,6 +407,18 @@ def _changed(after: Turn | None, request: ChatRequest) -> str:
         return "tools_changed"
     same_template = after.prompt.template == request.template
     return "template_rewrites_history" if same_template else "template_changed"
+
+
+def _common_text(a: str, b: str) -> int:
+    """How many leading characters are equal."""
+    low, high = 0, min(len(a), len(b))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if a.startswith(b[low:middle], low):
+            low = middle
+        else:
+            high = middle - 1
+    return low
 
 
 def _common(a: Int32s, b: Int32s) -> int:

@@ -101,8 +101,9 @@ class Renderer:
         out.pop("tool_calls", None)
         if calls:
             out["tool_calls"] = [self._call(c) for c in calls]
-        if "reasoning_content" in out:  # vLLM gives templates both names
-            out.setdefault("reasoning", out["reasoning_content"])
+        thought = out.get("reasoning_content") or out.get("reasoning")
+        if thought:  # vLLM gives templates both names
+            out["reasoning_content"] = out["reasoning"] = thought
         return out
 
     def _call(self, call: dict[str, Any]) -> dict[str, Any]:

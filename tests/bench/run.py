@@ -99,7 +99,7 @@ def run(args: argparse.Namespace) -> str:
     if args.all and absent:
         report.add("Not installed, not measured", ", ".join(absent) + "\n")
     head = HEAD.format(
-        command=" ".join(["tests/bench/run.py", *sys.argv[1:]]),
+        command=" ".join(["tests/bench/run.py", *asked(args)]),
         date=datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M"),
         system=f"{platform.system()} {platform.machine()}",
         cpus=os.cpu_count(),
@@ -111,6 +111,11 @@ def run(args: argparse.Namespace) -> str:
         rounds=ROUNDS,
     )
     return report.markdown(head)
+
+
+def asked(args: argparse.Namespace) -> list[str]:
+    """The options that decide what is measured."""
+    return [*(["--all"] if args.all else []), *(["--only", args.only] if args.only else [])]
 
 
 def sql_targets(folder: Path, workload: Workload, report: Report) -> None:

@@ -57,14 +57,15 @@ def bench_append(
 
 
 def targets(rates: dict[str, Rate], batch: int, report: Report) -> None:
-    own = rates[Molt.title]
-    if batch == 1:
-        report.target("append, 1 segment per commit, to raw", own.ratio(rates[Raw.title]), 0.18)
-        return
-    report.target(f"append, {batch} per commit, to raw", own.ratio(rates[Raw.title]), 0.40)
-    for title, limit in ((peers.Jsonl.title, 20), (peers.JsonlOrjson.title, 3)):
-        what = f"append, {batch} per commit, to {title}"
-        report.target(what, own.ratio(rates[title]), limit)
+    """Both of the whole writer and of the protocol alone, which the figures of the design are."""
+    raw = rates[Raw.title]
+    what = f"append, {batch} per commit"
+    for name, own in ((Molt.title, rates[Molt.title]), ("protocol", rates[PROTOCOL])):
+        report.target(f"{what}, {name} to raw", own.ratio(raw), 0.18 if batch == 1 else 0.40)
+        if batch == 1:
+            continue
+        for title, limit in ((peers.Jsonl.title, 20), (peers.JsonlOrjson.title, 3)):
+            report.target(f"{what}, {name} to {title}", own.ratio(rates[title]), limit)
 
 
 def appends(store: Peer, batch: int) -> Callable[[int], float]:

@@ -46,7 +46,9 @@ def recorded_log(folder: Path, *, shift: int = 0, seed: int = 0) -> Log:
         digests=folder_digests(model_folder),
         threads=2,
     )
-    log.control.put("policy", [make.policy(1, 0, weights_digest=exported_digest(model))])
+    probe = {"mean_gap": 1e-6, "p999_gap": 1e-6, "max_gap": 1e-6, "k3": 0.0}
+    weights = exported_digest(model)
+    log.control.put("policy", [make.policy(1, 0, weights_digest=weights, probe=probe)])
     torch.manual_seed(seed)
     with log.writer(linger_s=60) as w:
         for k in range(GROUPS):

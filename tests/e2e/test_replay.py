@@ -137,7 +137,12 @@ def test_resumed_with_another_choice_it_refuses(
 
 def replay(log: Log, capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
     assert cli.main(["replay", str(log.path), *arguments, "--format", "json"]) == 0
-    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return answer(capsys)
+
+
+def answer(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+    """The JSON document; in the test's own process libraries may print before it."""
+    found: dict[str, Any] = json.loads(capsys.readouterr().out.splitlines()[-1])
     return found
 
 
@@ -222,15 +227,15 @@ def test_logprobs_are_computed_again_by_the_weights_that_sampled_them(
     source: Log, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     command = ["audit", str(source.path), "--checkpoint", "0", "--format", "json"]
-    assert cli.main(command) == 0
-    found = json.loads(capsys.readouterr().out)
+    status, found = cli.main(command), answer(capsys)
+    assert status == 0, found["violations"]
     assert found["recomputed"]["segments"] == 36 and found["recomputed"]["tokens"] == 36 * 7
     assert found["recomputed"]["gap_max"] < 1e-4
 
     shifted = recorded_log(tmp_path, shift=1)
     assert audit(shifted).to_json()["ok"], "from birth: every digest agrees"
     assert cli.main(["audit", str(shifted.path), "--checkpoint", "0", "--format", "json"]) == 1
-    found = json.loads(capsys.readouterr().out)
+    found = answer(capsys)
     assert any("are shifted by +1" in v["why"] for v in found["violations"])
     named = next(v for v in found["violations"] if v["rollout"])
     assert named["invariant"] == "I3" and named["token"] >= 2

@@ -10,7 +10,6 @@ import datetime
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,7 +22,7 @@ from molt.schemas.text import canonical_json
 from molt.store import Log, control
 from molt.store.compact import compact
 from molt.store.control import lineage_of
-from molt.store.files import STORE
+from molt.store.files import Posix
 from molt.store.retention import retire
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "e2e"))
@@ -77,6 +76,13 @@ class Deadly:
             self.seen.append(kind)
 
         return deadly
+
+
+class DeadlyStore(Posix):
+    """The backend of the control log."""
+
+    def __init__(self, deadly: Deadly) -> None:
+        self.put = deadly.wrap(super().put)  # type: ignore[method-assign]
 
 
 class Driver(Simulation):
@@ -165,8 +171,7 @@ def drive(
     trainer.load(str(model / "start"))
     with pytest.MonkeyPatch.context() as patch:
         if deadly is not None:
-            store = SimpleNamespace(read=STORE.read, list=STORE.list, put=deadly.wrap(STORE.put))
-            patch.setattr(control, "STORE", store)
+            patch.setattr(control, "STORE", DeadlyStore(deadly))
             patch.setattr(checkpoints, "publish", deadly.wrap(checkpoints.publish))
         driver = Driver(path, conf, trainer)
         asyncio.run(driver.go(steps))

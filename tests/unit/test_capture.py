@@ -423,6 +423,19 @@ def test_a_template_that_wants_its_calls_is_shown_them() -> None:
     p.check()
 
 
+def test_a_template_that_takes_no_placeholder_is_compared_by_ids() -> None:
+    picky = "{% if m.content | length > 20 %}{{ raise_exception('long') }}{% endif %}"
+    p = player("{% for m in messages %}" + picky + "{% endfor %}" + PLAIN)
+    placed = after(p, reply("4"), user("So?"))
+    assert (placed.reason, placed.n_known, p.branches) == (None, 0, 1)
+    placed = p.ask([user("5?"), reply("6").message()], reply("7"))  # nobody sampled that 6
+    odd = [user("5?"), reply("6").message(), reply("7").message(), user("So?")]
+    assert p.ask(odd, reply("Yes."), n_pieces=2).reason is None
+    with pytest.raises(TemplateError, match="long"):
+        p.capture.place(ChatRequest(messages=[Q, reply("4").message(), user("long " * 9)]))
+    p.check()
+
+
 def test_another_context_than_was_placed_is_refused() -> None:
     p = player()
     placed = p.capture.place(ChatRequest(messages=[Q]))

@@ -17,6 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from molt.agents.capture import Placement
+from molt.agents.turns import in_call_order
 from molt.agents.types import ChatRequest, Messages, ParsedReply
 
 TEXT = st.text(alphabet="ab \n<|im_end|>é", max_size=6) | st.sampled_from(["<|im_end|>", "weather"])
@@ -67,6 +68,11 @@ class Agent:
     def place(self, messages: Messages, **more: Any) -> Placement:
         placement = self.player.capture.place(ChatRequest(messages=messages, **more))
         assert placement.prompt_ids[placement.keep :] == placement.delta_ids
+        if placement.n_known == 0:  # nothing spliced: exactly what a server without a memory sees
+            r = self.player.renderer
+            assert placement.prompt_ids == r.encode(
+                r.render(in_call_order(messages), generate=True)
+            )
         return placement
 
     def turn(self, messages: Messages) -> Placement:

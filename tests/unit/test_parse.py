@@ -7,7 +7,7 @@ from transformers import PreTrainedTokenizerFast
 
 from molt.agents.parse import ReplyParser, choose_parsers, tool_outcome
 from molt.agents.types import ChatRequest
-from molt.schemas.errors import ConfigError
+from molt.schemas.errors import ConfigError, RequestRefused
 
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 REQUEST = ChatRequest(messages=[user("q")], tools=(TOOL,))
@@ -134,7 +134,7 @@ def test_a_forced_call_has_a_grammar_that_its_parser_reads() -> None:
     ],
 )
 def test_a_form_that_cannot_be_forced_is_refused(wrong: dict) -> None:
-    with pytest.raises(ValueError):
+    with pytest.raises(RequestRefused, match="response_format or tool_choice"):
         parser("hermes", None).grammar(ChatRequest(messages=[user("q")], **wrong))
 
 

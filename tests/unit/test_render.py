@@ -112,6 +112,7 @@ def test_reasoning_has_both_of_its_names() -> None:
         "{% for m in messages %}{{ m.reasoning }}/{{ m.reasoning_content }}{% endfor %}"
     )
     assert r.render([reply("4", "hm").message()], generate=False) == "hm/hm"
+    assert r.render([{"role": "assistant", "reasoning": "so"}], generate=False) == "so/so"
 
 
 def test_malformed_arguments_can_be_shown_as_history() -> None:
