@@ -21,6 +21,7 @@ from molt.issuing import Issuer
 from molt.loop import Run
 from molt.recovery import Start, asked_drops, open_fold
 from molt.rollout.types import Assignment
+from molt.schemas.errors import WorkerDied
 from molt.screen import Screen
 from molt.store import Log
 
@@ -46,6 +47,8 @@ class Players:
         self.epoch = epoch
         self.queue: list[tuple[float, str, Assignment, int]] = []
         self.lengths: dict[str, int] = {}
+        self.death = asyncio.Event()
+        self.restarts: list[str] = []
 
     async def call(self, worker: Any, method: str, play: list[Assignment]) -> None:
         for a in play:
@@ -54,7 +57,19 @@ class Players:
                 length *= 10
             self.lengths[a.rollout_id] = length
             heapq.heappush(self.queue, (self.now + length, a.rollout_id, a, self.version))
-        await asyncio.Event().wait()
+        await self.death.wait()
+        raise WorkerDied("the worker-0 process died during 'play'")
+
+    def kill(self) -> None:
+        """The one worker dies with all that it was playing."""
+        self.death.set()
+        self.queue.clear()
+
+    def check_restarts(self, name: str) -> None:
+        self.restarts.append(name)
+
+    async def start_worker(self, i: int) -> None:
+        self.death = asyncio.Event()
 
     def has_restarted(self) -> bool:
         return False

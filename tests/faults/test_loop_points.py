@@ -91,7 +91,7 @@ class Driver(Simulation):
     def __init__(self, path: Path, conf: Config, trainer: TrainerActor) -> None:
         super().__init__(path, conf, train_s=5.0, epoch={"config": canonical_json(to_dict(conf))})
         self.trainer = trainer
-        trainer.log = self.run.log
+        trainer.open_log(str(path))
         players: Any = self.players
         players.trainer_device, players.model_folder = "cpu", trainer.settings.model
 
@@ -185,7 +185,7 @@ def check(log: Log, model: Path, trainer: TrainerActor) -> None:
     assert log.sql(MISSING).fetchall() == []
     assert log.sql(SKIPPED).fetchall() == []
     trainer.load(str(model / "start"))
-    trainer.log = log
+    trainer.open_log(str(log.path))
     records = log.records()
     lineage = lineage_of(records)
     plans = [r for r in records if r.kind == "plan" and lineage.holds(r.n)]

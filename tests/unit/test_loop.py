@@ -1,11 +1,12 @@
 """The loop's decisions over many steps: real log files, scripted players, no models."""
 
+import asyncio
 from pathlib import Path
 
 import factories as make
 import numpy as np
 import pytest
-from simulation import config, lengths, simulate
+from simulation import Simulation, config, lengths, simulate
 
 from molt.recovery import Start, cut
 from molt.schemas.errors import ConfigError, MoltError, RecoveryError
@@ -101,6 +102,39 @@ def test_from_an_earlier_step_the_future_is_invisible_and_nothing_is_skipped(
     assert second.fold.low_water_mark() >= 20, "old groups first"
     with pytest.raises(ConfigError, match="--from 9: this lineage has the steps 0 to 6"):
         cut(log.records(), Start(from_step=9))
+
+
+def test_a_dead_worker_is_replaced_and_what_it_was_playing_is_issued_again(tmp_path: Path) -> None:
+    """Within one epoch: the finished rollouts stay, the others get attempt 1."""
+    found = Simulation(tmp_path / "log", config("run.steps=4"))
+    run = found.run
+
+    async def live() -> None:
+        found.publish()
+        run.issuer.adopt()
+        run.issuer.fill()
+        await asyncio.sleep(0)
+        found.players.advance(9.0)
+        found.players.kill()
+        await run.issuer.news()
+        await asyncio.sleep(0)
+        await found.one()
+        await found.one()
+        await run.issuer.close()
+
+    asyncio.run(live())
+    log = run.log
+    assert found.players.restarts == ["worker-0"]
+    attempts = "select attempt, count(*) from rollouts group by 1 order by 1"
+    (first, n_first), (second, n_second) = log.sql(attempts).fetchall()
+    assert (first, second) == (0, 1) and n_first > 0 and n_second > 0
+    twice = "select rollout_id from rollouts group by 1 having count(*) > 1"
+    assert log.sql(twice).fetchall() == [], "what was finished is not played again"
+    again = log.sql("select count(*) from prompts where reason = 'reissue'").fetchall()
+    groups = log.sql("select count(*) from prompts where reason = 'new'").fetchall()
+    assert 0 < again[0][0] <= groups[0][0]
+    assert log.sql(TWICE).fetchall() == []
+    assert log.sql("select count(distinct group_id) from plans").fetchall() == [(8,)]
 
 
 def test_an_unreadable_row_stops_and_drop_goes_on_without_its_group(tmp_path: Path) -> None:
