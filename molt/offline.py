@@ -29,14 +29,6 @@ if TYPE_CHECKING:
 RECORDED = ("algo.max_lag", "algo.drop_equal", "algo.lag", "algo.refit_every")
 """Settings that decided what a plan holds: executing it again cannot change them."""
 
-
-def packages() -> dict[str, str]:
-    """Versions of what decides bits, here."""
-    from molt import startup  # which imports this module
-
-    return startup.packages()
-
-
 ONE_RANK: dict[str, Any] = {"tp_size": 1, "ep_size": 1, "cp_size": 1}
 
 
