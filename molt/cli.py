@@ -80,7 +80,7 @@ def add_command(
 ) -> argparse.ArgumentParser:
     c: argparse.ArgumentParser = commands.add_parser(
         name,
-        help=text,
+        help=text.partition("\n")[0],
         description=text,
         epilog=f"example:\n  {example}",
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -69,18 +69,16 @@ def platform_difference(epoch: Row, config: Config) -> str | None:
     return f"sums are taken in another order: {told}"
 
 
-def open_trainer(
-    log: Log, epoch: Row, config: Config | None = None, any_model: bool = False
-) -> Any:
+def open_trainer(log: Log, epoch: Row, config: Config | None = None) -> Any:
     """A started `OfflineTrainer` with the settings and the model of `epoch`, on one rank.
 
-    ConfigError if the model's files are not those that the epoch began with (unless `any_model`).
+    ConfigError if the model's files are not those that the epoch began with.
     """
     os.environ.update(ENVIRONMENT)
     config = config or recorded_config(epoch)
     folder = resolve_model(config.model)
     found = folder_digests(folder)["model"]
-    if found != epoch["digests"]["model"] and not any_model:
+    if found != epoch["digests"]["model"]:
         raise ConfigError(
             f"model {config.model} has digest {found}, the run started from "
             f"{epoch['digests']['model']}: these are not the weights it began with"

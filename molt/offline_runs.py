@@ -14,6 +14,7 @@ from typing import Any
 
 from molt.config import Config, difference
 from molt.metrics import plan_metrics
+from molt.model import folder_digests, resolve_model
 from molt.offline import (
     AsRecorded,
     algorithm_header,
@@ -88,8 +89,9 @@ def retrain(
     config = recorded_config(epochs[0][-1], sets)
     pairs = zip(logs, epochs, strict=True)
     tokenizers = {log.run_id: e[-1]["digests"]["tokenizer"] for log, e in pairs}
+    tokenizers[config.model] = folder_digests(resolve_model(config.model))["tokenizer"]
     if len(set(tokenizers.values())) > 1:
-        raise ConfigError(f"these logs hold ids of different tokenizers: {tokenizers}")
+        raise ConfigError(f"ids of different tokenizers cannot be mixed: {tokenizers}")
     with screen.phase("choosing rollouts"):
         found = select(logs, where, dataclasses.asdict(config.reward))
     steps = n_steps(found.groups, config.data.groups_per_step, passes)

@@ -54,6 +54,8 @@ class PlanPass:
             record = read_record(self.log.path, fact.n)
             step = steps.get((fact.epoch, fact.step)) or self._redone(fact.n, fact.step)
             self.check(record, step.row if step else None)
+            for source in self._sources.values():
+                source.commits.clear()
             self.report.progress("plans", i + 1, len(plans))
 
     def _redone(self, plan: int, step: int) -> Any:
@@ -96,7 +98,7 @@ class PlanPass:
         except Retired:
             self.report.retired += 1
             return None
-        except MoltError as error:
+        except (MoltError, OSError) as error:
             self._refused(error, who)
             return None
         if log_of(row):  # of this log the third pass counts them
@@ -113,7 +115,7 @@ class PlanPass:
             self._refused(error, who)
             return None
 
-    def _refused(self, error: MoltError, who: str) -> None:
+    def _refused(self, error: Exception, who: str) -> None:
         if not isinstance(error, OSError):
             refused(self.report, error, who)
         elif str(error) not in self._damaged:  # one commit holds the rows of many rollouts

@@ -15,6 +15,8 @@ from molt.store.log import Log
 from molt.store.reader import RowReader
 
 CACHE_BYTES = 64 << 20
+STREAMS_KEPT = 4096
+"""Commits whose stream is remembered: finding one lists a folder."""
 
 
 class RowSource(Protocol):
@@ -34,6 +36,7 @@ class Sources:
         self._readers: dict[int, RowReader] = {}
         self.commits: set[tuple[int, str, int]] = set()
         """Commits that rows were taken from."""
+        self._streams: dict[tuple[int, str, int], str] = {}
 
     def log(self, index: int) -> Log:
         """The log behind an address; LogCorrupt if it is not listed, or is another run by now."""
@@ -65,7 +68,12 @@ class Sources:
 
     def stream(self, ref: Ref) -> str:
         """The stream of a row's commit; nothing of it is read."""
-        return self.log(ref.log).stream(ref)
+        key = (ref.log, ref.writer, ref.seq)
+        if key not in self._streams:
+            if len(self._streams) >= STREAMS_KEPT:
+                self._streams.clear()
+            self._streams[key] = self.log(ref.log).stream(ref)
+        return self._streams[key]
 
     def _reader(self, index: int) -> RowReader:
         if index not in self._readers:

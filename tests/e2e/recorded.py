@@ -35,6 +35,8 @@ def config_of(model: str, log: str, **algo: Any) -> dict[str, Any]:
 def recorded_log(folder: Path, *, shift: int = 0, seed: int = 0) -> Log:
     """Six groups of three finished rollouts of two turns, sampled by version 1.0. No plans.
 
+    In all but the first of a group the second turn rewrites the end of the first: two branches.
+
     `shift` displaces the logprobs of each segment before anything is sealed.
     """
     model_folder = tiny_tied_llama(folder / "model")
@@ -74,13 +76,14 @@ def play(w: Writer, model: LlamaForCausalLM, who: str, k: int, shift: int) -> No
         sampled=[0] * 5 + [1] * 8,
         logprobs=[None] * 5 + list(np.roll(logprobs, shift)),
     )
+    keep = 13 if who.endswith("/0") else 9
     tool = [258, 30 + k]
-    second, more = sample(model, prompt + first + tool, 6)
+    second, more = sample(model, (prompt + first)[:keep] + tool, 6)
     child = make.segment(
         rollout_id=who,
         segment=1,
         parent=0,
-        keep=13,
+        keep=keep,
         parent_digest=root["digest"],
         ids=tool + second,
         sampled=[0] * 2 + [1] * 6,
