@@ -19,6 +19,7 @@ import numpy as np
 
 from molt.process import reap, redirect_output
 from molt.rollout import vllm_calls
+from molt.rollout.routing import RoutingShape, completion_routing
 from molt.rollout.types import Completion, EngineSettings
 from molt.schemas.errors import (
     EngineError,
@@ -53,6 +54,7 @@ class Engine:
         self._whole = True  # False from the begin of a transfer until its success
         self._in_flight: set[str] = set()
         self._probes = 0
+        self._routing: RoutingShape | None = None
         self._children: list[Any] = []
         self._death: asyncio.Task[None]
         self._log = log_path or "the output of its process"
@@ -73,6 +75,8 @@ class Engine:
         others = psutil.Process().children(recursive=True)
         with self._mapped("start"):
             self._llm = vllm_calls.build(self._settings)
+            if self._settings.routing:
+                self._routing = await vllm_calls.capture_routing(self._llm)
         mine = psutil.Process().children(recursive=True)
         self._children = [c for c in mine if c not in others and not _is_tracker(c)]
         self._death = asyncio.create_task(self._watch())
@@ -82,13 +86,21 @@ class Engine:
             "child_pids": [child.pid for child in self._children],
             "max_model_len": config.max_model_len,
             "vocab_size": config.get_vocab_size(),
+            "routing": self._routing,
             "seconds": time.perf_counter() - started,
         }
 
     async def generate(
-        self, epoch: int, request_id: str, prompt_ids: list[int], sampling: Sampling
+        self,
+        epoch: int,
+        request_id: str,
+        prompt_ids: list[int],
+        sampling: Sampling,
+        routing_start: int = 0,
     ) -> Completion:
         """Sample one completion; waits while the engine is paused.
+
+        `routing_start`: first position whose experts are wanted, if the engine captures them.
 
         Raises RequestRefused for a request that cannot be served (a prompt that leaves no room in
         the window, ids outside the vocabulary), EngineError if no weights were published yet or
@@ -110,14 +122,14 @@ class Engine:
             raise RequestRefused(
                 f"request id {request_id!r}: {vllm_calls.PROBE_PREFIX!r} is kept for the probe"
             )
-        params = vllm_calls.sampling_params(sampling, min(sampling.max_tokens, room))
+        params = vllm_calls.sampling_params(sampling, min(sampling.max_tokens, room), routing_start)
         self._in_flight.add(request_id)
         try:
             output = await self._final(llm, prompt_ids, params, request_id)
         finally:
             self._in_flight.discard(request_id)
         self._refuse_older(epoch)
-        return self._completion(request_id, output)
+        return self._completion(request_id, output, routing_start)
 
     async def score(self, epoch: int, sequences: list[list[int]]) -> list[np.ndarray]:
         """log p(token[i] | tokens[:i]) for i >= 1, temperature 1: float32 [len - 1] each.
@@ -284,7 +296,9 @@ class Engine:
         while all(map(lives, self._children)):
             await asyncio.sleep(WATCH_S)
 
-    def _completion(self, request_id: str, output: "RequestOutput") -> Completion:
+    def _completion(
+        self, request_id: str, output: "RequestOutput", routing_start: int
+    ) -> Completion:
         sampled: Any = output.outputs[0]
         if sampled.finish_reason not in ("stop", "length", "abort"):
             raise EngineError(
@@ -302,6 +316,11 @@ class Engine:
             version_runs=tuple(map(vllm_calls.version_run, sampled.weight_versions or ())),
             finish_reason=sampled.finish_reason,
             stop_token=stop_token,
+            routing=(
+                completion_routing(sampled.routed_experts, routing_start, self._routing)
+                if self._routing is not None
+                else ()
+            ),
         )
 
     @contextlib.contextmanager

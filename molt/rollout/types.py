@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from molt.rollout.routing import RoutingRuns
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSettings:
@@ -25,6 +27,8 @@ class EngineSettings:
     weight_transfer: str = "gloo"
     """"gloo" on CPU, "nccl" on GPUs."""
     omp_threads: int = 2
+    routing: bool = False
+    """Return the experts that served each token; the model must have experts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,3 +46,6 @@ class Completion:
     """"stop", "length" or "abort"."""
     stop_token: int | None
     """The token that ended it; None if a string, the length or an abort did."""
+    routing: RoutingRuns = ()
+    """Experts of the chain's positions from `routing_start` on, as far as they are known: not of
+    the last sampled token, which was not forwarded. Empty unless the engine captures routing."""

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from molt.rollout.routing import RoutingShape
 from molt.rollout.types import EngineSettings
 from molt.schemas.errors import ConfigError, EngineError
 from molt.schemas.records import Sampling
@@ -23,6 +24,9 @@ if TYPE_CHECKING:
 
 PROBE_PREFIX = "probe-"
 """Ids of the requests that run while the engine is paused; see `molt.rollout.scheduler`."""
+
+ROUTING_KEY = "molt_routing"
+"""In vLLM's `additional_config`: the CPU scheduler passes expert choices on."""
 
 ManifestEntry = tuple[str, str, Sequence[int]]
 """Name, dtype ("float32") and shape of one checkpoint tensor."""
@@ -68,6 +72,10 @@ def build(settings: EngineSettings) -> "AsyncLLM":
     # On a CPU compiling takes a minute at every start and was not faster at this block size, the
     # smallest one, which lets the rollouts of a group share their short prompt.
     platform: dict[str, Any] = {"enforce_eager": True, "block_size": 32} if on_cpu else {}
+    if settings.routing and on_cpu:
+        platform["additional_config"] = {ROUTING_KEY: True}
+    elif settings.routing:
+        platform["enable_return_routed_experts"] = True
     scheduler = "ProbeScheduler" if on_cpu else "AsyncProbeScheduler"
     dtype: Any = settings.dtype
     backend = "molt_nccl" if settings.weight_transfer == "nccl" else settings.weight_transfer
@@ -89,7 +97,9 @@ def build(settings: EngineSettings) -> "AsyncLLM":
     return AsyncLLM.from_engine_args(arguments)
 
 
-def sampling_params(sampling: Sampling, max_tokens: int) -> "SamplingParams":
+def sampling_params(
+    sampling: Sampling, max_tokens: int, routing_start: int = 0
+) -> "SamplingParams":
     """Every field that shapes the distribution is set, so no default of a model folder applies."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
@@ -105,7 +115,16 @@ def sampling_params(sampling: Sampling, max_tokens: int) -> "SamplingParams":
         detokenize=bool(sampling.stop),
         output_kind=RequestOutputKind.FINAL_ONLY,
         skip_clone=True,
+        routed_experts_prompt_start=routing_start,
     )
+
+
+async def capture_routing(llm: "AsyncLLM") -> RoutingShape:
+    """Let the workers capture expert choices; ConfigError for a model without experts."""
+    shapes = await llm.collective_rpc("molt_capture_routing")
+    if shapes[0] is None:
+        raise ConfigError("train.routing needs a model with experts; set train.routing = 'off'")
+    return RoutingShape(**(shapes[0] | {"layers": tuple(shapes[0]["layers"])}))
 
 
 def scoring_params() -> "SamplingParams":

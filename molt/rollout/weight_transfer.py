@@ -35,6 +35,7 @@ from vllm.model_executor.model_loader.reload import (
 )
 
 from molt.digests import combine, tensor_digest
+from molt.rollout.routing import RoutingCapture
 from molt.rollout.sender import broadcast, join_gloo, join_nccl, open_store
 
 _ORPHAN_POLL_S = 0.5
@@ -147,7 +148,7 @@ class NcclEngine(HashingEngine):
     _join = staticmethod(join_nccl)
 
 
-class WorkerExtension:
+class WorkerExtension(RoutingCapture):
     """Mixed into every vLLM worker; its methods are reached through `collective_rpc`."""
 
     weight_transfer_engine: HashingEngine
