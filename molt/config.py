@@ -93,6 +93,11 @@ class TrainConfig:
     activation_checkpointing: bool = False
     cpu_offload: bool = False
     threads: int = 2
+    routing: str = "off"
+    """For models with experts: "replay" trains with the experts that the engine took, "freeze"
+    leaves the routers out of training and refit, "off" records nothing."""
+    routing_sample_every: int = 8
+    """Steps between comparisons of the logprob gap with and without replay."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,6 +150,10 @@ class LimitsConfig:
     float32_gap_floor: float = 1e-4
     bf16_gap_floor: float = 0.1
     """... or this large, whichever is more."""
+    routing_mismatch: float = 0.3
+    """Share of a layer's, or of a sequence's, recorded experts that the trainer may not choose."""
+    routing_coverage: float = 0.9
+    """Share of a sequence's tokens whose experts must be recorded."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -259,6 +268,11 @@ def validate(config: Config) -> None:
         (config.checkpoint.keep >= 1, "checkpoint.keep must be at least 1"),
         (config.train.lr >= 0, f"train.lr is {config.train.lr}; 0 or more"),
         (config.agent.workers >= 1, "agent.workers must be at least 1"),
+        (
+            config.train.routing in ("off", "replay", "freeze"),
+            f"train.routing is '{config.train.routing}'; off, replay or freeze",
+        ),
+        (config.train.routing_sample_every >= 1, "train.routing_sample_every must be at least 1"),
         (
             config.engine.dtype == config.train.dtype,
             f"engine.dtype is {config.engine.dtype} and train.dtype is {config.train.dtype}: a "

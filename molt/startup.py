@@ -31,6 +31,7 @@ PROMPTS_TRIED_MAX = 64
 FREE_TO_CHANGE = (
     *("run.dir", "run.name", "run.steps", "run.drops_in_a_row_max", "run.stuck_s"),
     *("checkpoint.", "limits.", "log.", "agent.workers", "agent.deadline_s"),
+    "train.routing_sample_every",
 )
 """Settings that do not change what is learned; all others need `--accept-changes` on resume."""
 

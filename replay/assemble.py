@@ -38,6 +38,8 @@ class TrainSequence:
     advantage: float
     """The rollout's scalar from the plan."""
     temperature: float
+    chain: tuple[tuple[int, int], ...] = ()
+    """(segment, position behind its last token in this sequence), root first."""
 
 
 @dataclass(slots=True)
@@ -82,8 +84,9 @@ def _name(row: Mapping[str, Any]) -> str:
 def _segments_of(log: Log, plan_row: Mapping[str, Any]) -> dict[int, _Row]:
     """The rollout's segment rows by number, checked like at append, parents included."""
     refs = {tuple(ref.items()): ref for b in plan_row["branches"] for ref in b["refs"]}
-    rows = [log.row(Ref(**ref)) for ref in refs.values()]
-    rows = sorted((r for r in rows if "token_ids" in r), key=lambda r: r["segment"])
+    found = [Ref(**ref) for ref in refs.values()]
+    rows = [log.row(ref) for ref in found if log.stream(ref) == "segments"]
+    rows.sort(key=lambda r: r["segment"])
     parents: dict[int, Parent] = {}
     for r in rows:
         if (r["rollout_id"], r["attempt"]) != (plan_row["rollout_id"], plan_row["attempt"]):
@@ -105,6 +108,7 @@ def _sequence(
     limit: int | None,
 ) -> TrainSequence:
     ids, masks, logprobs, lags = [], [], [], []
+    chain, n = [], 0
     for piece in branch.pieces:
         row = segments[piece.segment].row
         lag = token_lags(row, step)
@@ -116,6 +120,8 @@ def _sequence(
         masks.append(mask[: piece.end])
         logprobs.append(row["logprobs"][: piece.end])
         lags.append(lag[: piece.end])
+        n += piece.end
+        chain.append((piece.segment, n))
     mask = np.concatenate(masks)
     mask[0] = False  # the first token of a sequence has nothing before it to be predicted from
     return TrainSequence(
@@ -129,6 +135,7 @@ def _sequence(
         lag=np.concatenate(lags),
         advantage=plan_row["advantage"],
         temperature=_temperature(segments, branch),
+        chain=tuple(chain),
     )
 
 

@@ -19,7 +19,7 @@ from molt.schemas.records import Ref
 from molt.schemas.text import canonical_json
 from molt.store.control import ControlLog, Record, read_records
 from molt.store.files import NameTaken, make_dirs, publish
-from molt.store.reader import CONTROL_DIR, RowReader
+from molt.store.reader import CONTROL_DIR, RowReader, find_commit
 from molt.store.tail import Tail
 from molt.store.writer import Writer
 
@@ -100,6 +100,10 @@ class Log:
     def row(self, ref: Ref) -> dict[str, Any]:
         """One verified row by its address."""
         return self._rows.row(ref)
+
+    def stream(self, ref: Ref) -> str:
+        """The stream of a row's commit; nothing of it is read."""
+        return find_commit(self.path, ref.writer, ref.seq).stream
 
     def rows(self, refs: Iterable[Ref]) -> list[dict[str, Any]]:
         return self._rows.rows(refs)

@@ -40,9 +40,7 @@ class RoutingShape:
 
     def metadata(self) -> dict[str, str]:
         """What the writer of `routing` rows is opened with."""
-        return routing_metadata(
-            layers=len(self.layers), top_k=self.top_k, n_experts=self.n_experts
-        )
+        return routing_metadata(layers=len(self.layers), top_k=self.top_k, n_experts=self.n_experts)
 
 
 class SlotRouting:

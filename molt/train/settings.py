@@ -45,6 +45,15 @@ class TrainerSettings:
     activation_checkpointing: bool = False
     cpu_offload: bool = False
     reshard_after_forward: bool = False
+    routing: str = "off"
+    """"off"; "replay": train with the engine's experts; "freeze": leave the routers as they are"""
+    routing_mismatch: float = 0.3
+    """limit of the share of recorded experts, per layer and per sequence, that the trainer would
+    not choose at the start of a step"""
+    routing_coverage: float = 0.9
+    """limit of the share of a sequence's tokens whose experts must be known"""
+    routing_sample_every: int = 8
+    """every so many steps some tokens are also computed without replay, for comparison"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,5 +81,10 @@ def trainer_settings(config: Config, model_folder: str) -> TrainerSettings:
     algo = {f.name: getattr(config.algo, f.name) for f in fields(config.algo)}
     chosen = {name: value for name, value in (train | algo).items() if name in names}
     return TrainerSettings(
-        **chosen, model=model_folder, algorithm=config.algo.loss, seed=config.run.seed
+        **chosen,
+        model=model_folder,
+        algorithm=config.algo.loss,
+        seed=config.run.seed,
+        routing_mismatch=config.limits.routing_mismatch,
+        routing_coverage=config.limits.routing_coverage,
     )
