@@ -35,6 +35,7 @@ class Cluster:
         self.trainers: list[Any] = []
         self.workers: list[Any] = []
         self.pids: list[int] = []
+        self.routing: Any = None
 
     def start_ray(self) -> None:
         """A private local Ray; it dies with this process."""
@@ -69,6 +70,7 @@ class Cluster:
             seed=self.config.run.seed,
             weight_transfer=c.weight_transfer,
             omp_threads=c.threads,
+            routing=self.config.train.routing != "off",
         )
         engine = (
             ray.remote(Engine)
@@ -78,6 +80,7 @@ class Cluster:
         self.engines.append(engine)
         info: dict[str, Any] = await self.call(engine, "start")
         self.pids += info["child_pids"]
+        self.routing = info["routing"]
         return info
 
     async def start_trainer(self) -> dict[str, Any]:
@@ -104,7 +107,9 @@ class Cluster:
         import ray
 
         for i in range(self.config.agent.workers):
-            engine = RayEngine("engine-0", self.engines[i % len(self.engines)], self.epoch)
+            engine = RayEngine(
+                "engine-0", self.engines[i % len(self.engines)], self.epoch, self.routing
+            )
             actor = ray.remote(RolloutWorker).options(num_cpus=0, max_concurrency=REQUESTS_AT_ONCE)
             self.workers.append(
                 actor.remote(
