@@ -110,11 +110,11 @@ class RoutingReader:
         where = f"routing of {owner[0]} attempt {owner[1]} segment {segment}"
         if owner != (sequence.rollout_id, sequence.attempt):
             raise LogCorrupt(f"the plan's row of {sequence.rollout_id} names the {where}")
-        meta = {k.decode(): v.decode() for k, v in (table.schema.metadata or {}).items()}
-        if meta != self._shape:
+        meta = table.schema.metadata or {}
+        if meta != {k.encode(): v.encode() for k, v in self._shape.items()}:
             raise LogCorrupt(f"{where} was recorded as {meta}, this model has {self._shape}")
-        shape = (n, int(meta["molt.layers"]), int(meta["molt.top_k"]))
-        dtype, buffer = np.dtype(meta["molt.dtype"]), row["experts"].as_buffer()
+        shape = (n, int(self._shape["molt.layers"]), int(self._shape["molt.top_k"]))
+        dtype, buffer = np.dtype(self._shape["molt.dtype"]), row["experts"].as_buffer()
         hashes_N = row["row_xxh3"].values.to_numpy()
         if start < 0 or len(hashes_N) != n or buffer.size != np.prod(shape) * dtype.itemsize:
             raise LogCorrupt(
@@ -149,11 +149,12 @@ def _map(file: CommitFile) -> pa.Table:
     try:
         table = pa.ipc.open_file(pa.memory_map(str(file.path))).read_all()
         table.validate(full=True)
+        known = table.schema.equals(STREAMS["routing"])
     except FileNotFoundError:
-        return read_commit(file).table  # compaction has moved it meanwhile
-    except (pa.ArrowException, OSError) as error:
+        known = False  # compaction has moved it meanwhile
+    except (pa.ArrowException, OSError, ValueError) as error:
         raise LogCorrupt(f"{file.writer}/{file.seq}.routing: {error}; run `molt doctor`") from error
-    return table if table.schema.equals(STREAMS["routing"]) else read_commit(file).table
+    return table if known else read_commit(file).table
 
 
 def _name(sequence: TrainSequence) -> str:
