@@ -34,6 +34,7 @@ COLUMNS = {
         "role",
         "digest",
     ],
+    "routing": ["rollout_id", "attempt"],
 }
 """What the fold decodes; token ids and logprobs are only checksummed."""
 

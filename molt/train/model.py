@@ -136,20 +136,23 @@ class ShardedModel:
         return logprobs_N
 
     def export(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """(checkpoint name, full tensor in the compute dtype), tied tensors once. Collective."""
+        """(checkpoint name, full tensor in the compute dtype), tied tensors once. Collective.
+
+        One tensor of the model is gathered at a time, as few bytes as the engine gets; all experts
+        of a layer's projection are one tensor, whichever ranks hold them.
+        """
         for name, tensor in self._exported():
-            full = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-            for hf_name, value in self._to_checkpoint_names(name, full):
-                yield hf_name, self._to_engine_dtype(value)
+            shards = self._to_engine_dtype(tensor)
+            full = shards.full_tensor() if hasattr(shards, "full_tensor") else shards
+            yield from self._to_checkpoint_names(name, full)
 
     def manifest(self) -> list[tuple[str, str, tuple[int, ...]]]:
         """(name, dtype, shape) of what `export` yields, in its order, without moving data."""
         rows = []
         for name, tensor in self._exported():
             empty = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-            for hf_name, value in self._to_checkpoint_names(name, empty):
-                dtype = str(self._to_engine_dtype(value).dtype).removeprefix("torch.")
-                rows.append((hf_name, dtype, tuple(value.shape)))
+            for hf_name, value in self._to_checkpoint_names(name, self._to_engine_dtype(empty)):
+                rows.append((hf_name, str(value.dtype).removeprefix("torch."), tuple(value.shape)))
         return rows
 
     def _exported(self) -> Iterator[tuple[str, torch.Tensor]]:
