@@ -20,7 +20,8 @@ test test-slow: export HF_HUB_OFFLINE = 1
 test: setup  ## the test suite, real vLLM, Ray and FSDP2 included
 	$(BIN)/python -m pytest $(ARGS)
 
-test-slow: setup  ## the long fault, soak and learning tests
+test-slow: export MOLT_RESULTS ?= tests/faults/RESULTS.md
+test-slow: setup  ## the long fault, soak and learning tests; counts go to tests/faults/RESULTS.md
 	$(BIN)/python -m pytest -m slow $(ARGS)
 
 lint: setup  ## ruff and mypy

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from molt.cli_replay import replay_commands
 from molt.schemas.errors import ConfigError, MoltError
 
 WIDE = 10_000
@@ -66,6 +67,7 @@ def parser() -> argparse.ArgumentParser:
 
     command = functools.partial(add_command, commands)
     training_commands(command)
+    replay_commands(command)
     reading_commands(command)
     upkeep_commands(command)
     return p
@@ -110,17 +112,6 @@ def training_commands(command: Callable[..., argparse.ArgumentParser]) -> None:
     )
     c.add_argument("log")
     c.add_argument("--check", action="store_true", help="exit 1 unless the run learned")
-    add_format(c, ["table", "json"])
-
-    c = command(
-        "replay",
-        run_replay,
-        "Execute recorded steps again, from the log alone, and compare bit for bit.",
-        "molt replay runs/demo --step 7 --to 9",
-    )
-    c.add_argument("log")
-    c.add_argument("--step", type=int, required=True, help="first step to compare")
-    c.add_argument("--to", type=int, default=None, help="last step (default: the same)")
     add_format(c, ["table", "json"])
 
 
@@ -299,41 +290,6 @@ def print_rows(names: list[str], rows: list[Any], style: str) -> None:
         console = Console(highlight=False, markup=False)
         console.width = WIDE
         console.print(table)
-
-
-def run_replay(args: argparse.Namespace) -> int:
-    from molt.offline import open_trainer
-    from molt.replay.replay import history, replay
-    from molt.screen import Screen
-    from molt.store import Log
-
-    log, last = Log.open(args.log), args.to or args.step
-    found = history(log)
-    with Screen() as screen, stdout_to_stderr():
-        with screen.phase("loading the model and the trainer"):
-            trainer = open_trainer(log, found.epochs[-1])
-        screen.doing("executing plans")
-        steps = []
-        for row in replay(log, trainer, found, args.step, last):
-            steps.append(row)
-            digest = row["state_digest"]
-            same = "equal" if row["ok"] else "DIFFERENT"
-            screen.say(f"step {row['step']}: state {digest['recomputed']} {same}")
-        trainer.close()
-    ok = all(row["ok"] for row in steps)
-    if args.format == "json":
-        print(json.dumps(steps[0] if args.to is None else {"ok": ok, "steps": steps}))
-    else:
-        print_rows(
-            ["step", "what", "recorded", "recomputed", "equal"],
-            [
-                [row["step"], name, *row[name].values()]
-                for row in steps
-                for name in ("state_digest", "loss", "grad_norm")
-            ],
-            "table",
-        )
-    return 0 if ok else 1
 
 
 @contextlib.contextmanager

@@ -24,7 +24,7 @@ from molt.data import Prompts
 from molt.metrics import StepClock, plan_metrics
 from molt.planning import Drop, groups_to_issue, oldest_version, plan_group, plan_header
 from molt.publish import Published, Publisher
-from molt.replay.redo import redo
+from molt.replay.redo import plan_digest, redo
 from molt.rollout.worker import Assignment
 from molt.schemas.errors import MoltError
 from molt.schemas.records import PlanRow, PromptRow
@@ -316,7 +316,8 @@ class Run:
 
     def record_step(self, step: int, rows: Sequence[dict[str, Any]], outcome: Any) -> None:
         metrics = {**plan_metrics(rows), **outcome.metrics, "seconds": self.clock.lap()}
-        counts = {"rollouts": len(rows), "groups": len({r["group_id"] for r in rows})}
+        groups = {r["group_id"] for r in rows}
+        counts = {"rollouts": len(rows), "groups": len(groups), "plan": plan_digest(rows)}
         self.log.control.put(
             "step",
             [

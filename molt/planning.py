@@ -133,6 +133,7 @@ def _plan_row(
         advantage=advantage if in_baseline else 0.0,
         lag_max=lag_max(attempt, step),
         decision="train" if trains else "baseline_only",
+        chain_digest=attempt.chain_digest(),
     )
 
 

@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from molt.replay.sources import RowSource
 from molt.schemas.check import Parent, check_segment
 from molt.schemas.errors import LogCorrupt
 from molt.schemas.records import Ref
 from molt.store.branches import Branch, branches, token_lags
 from molt.store.control import Record
-from molt.store.log import Log
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +43,7 @@ class TrainSequence:
 
 
 @dataclass(slots=True)
-class _Row:
+class PlannedSegment:
     """A segment row with its place in the chain, as `branches` wants it."""
 
     parent: int | None
@@ -52,7 +52,7 @@ class _Row:
     row: Mapping[str, Any]
 
 
-def assemble(log: Log, plan: Record) -> list[TrainSequence]:
+def assemble(source: RowSource, plan: Record) -> list[TrainSequence]:
     """All training sequences of a plan, in the plan's order.
 
     Raises LogCorrupt if a row's digest, owner or logprob kind is not what the plan implies.
@@ -63,12 +63,10 @@ def assemble(log: Log, plan: Record) -> list[TrainSequence]:
     for row in plan.rows:
         if row["decision"] == "baseline_only":
             continue
-        limit = max_lag if row["decision"] == "mask" else None
-        segments = _segments_of(log, row)
+        segments = segments_of(source, row)
         for segment in segments.values():
             kinds.setdefault(segment.row["logprobs_kind"], _name(segment.row))
-        for branch in branches(segments, {b["tip"] for b in row["branches"]}):
-            out.append(_sequence(row, segments, branch, step, limit))
+        out += sequences_of(row, segments, step, max_lag)
     if len(kinds) > 1:
         raise LogCorrupt(
             f"step {step} mixes kinds of logprobs: "
@@ -77,15 +75,26 @@ def assemble(log: Log, plan: Record) -> list[TrainSequence]:
     return out
 
 
+def sequences_of(
+    plan_row: Mapping[str, Any], segments: Mapping[int, PlannedSegment], step: int, max_lag: int
+) -> list[TrainSequence]:
+    """The training sequences of one planned rollout, one per trained branch."""
+    limit = max_lag if plan_row["decision"] == "mask" else None
+    return [
+        _sequence(plan_row, segments, branch, step, limit)
+        for branch in branches(segments, {b["tip"] for b in plan_row["branches"]})
+    ]
+
+
 def _name(row: Mapping[str, Any]) -> str:
     return f"{row['rollout_id']} attempt {row['attempt']} segment {row['segment']}"
 
 
-def _segments_of(log: Log, plan_row: Mapping[str, Any]) -> dict[int, _Row]:
+def segments_of(source: RowSource, plan_row: Mapping[str, Any]) -> dict[int, PlannedSegment]:
     """The rollout's segment rows by number, checked like at append, parents included."""
     refs = {tuple(ref.items()): ref for b in plan_row["branches"] for ref in b["refs"]}
     found = [Ref(**ref) for ref in refs.values()]
-    rows = [log.row(ref) for ref in found if log.stream(ref) == "segments"]
+    rows = [source.row(ref) for ref in found if source.stream(ref) == "segments"]
     rows.sort(key=lambda r: r["segment"])
     parents: dict[int, Parent] = {}
     for r in rows:
@@ -95,14 +104,16 @@ def _segments_of(log: Log, plan_row: Mapping[str, Any]) -> dict[int, _Row]:
         n_own = len(r["token_ids"])
         parents[r["segment"]] = Parent(digest=r["digest"], n_chain=r["keep"] + n_own, n_own=n_own)
     return {
-        r["segment"]: _Row(parent=r["parent"], keep=r["keep"], n_tokens=len(r["token_ids"]), row=r)
+        r["segment"]: PlannedSegment(
+            parent=r["parent"], keep=r["keep"], n_tokens=len(r["token_ids"]), row=r
+        )
         for r in rows
     }
 
 
 def _sequence(
     plan_row: Mapping[str, Any],
-    segments: Mapping[int, _Row],
+    segments: Mapping[int, PlannedSegment],
     branch: Branch,
     step: int,
     limit: int | None,
@@ -139,7 +150,7 @@ def _sequence(
     )
 
 
-def _temperature(segments: Mapping[int, _Row], branch: Branch) -> float:
+def _temperature(segments: Mapping[int, PlannedSegment], branch: Branch) -> float:
     found: Sequence[float] = sorted(
         {
             segments[p.segment].row["sampling"]["temperature"]

@@ -4,10 +4,12 @@ The trainer comes as a protocol object, so the same code serves recovery, `molt 
 Nothing is sampled and nothing is written here: the caller writes a step whose record is missing.
 """
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+import hashlib
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from molt.schemas.errors import RecoveryError
+from molt.schemas.text import canonical_json
 
 
 class StepOutcome(Protocol):
@@ -19,6 +21,14 @@ class StepOutcome(Protocol):
 
 PlanExecutor = Callable[[int], Awaitable[Any]]
 """Executes the plan of a control record's number on every rank; returns rank 0's outcome."""
+
+
+def plan_digest(rows: Sequence[Mapping[str, Any]]) -> str:
+    """32 hex digits over a plan's rows as read, `at` apart: a `step` names what it executed."""
+    plain = [{k: v for k, v in row.items() if k != "at"} for row in rows]
+    for row in plain:
+        row["chain_digest"] = (row.get("chain_digest") or b"").hex()
+    return hashlib.blake2b(canonical_json(plain).encode(), digest_size=16).hexdigest()
 
 
 def check_digest(step: int, outcome: StepOutcome, recorded: str | None) -> None:

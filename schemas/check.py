@@ -36,19 +36,24 @@ class Parent:
     """Tokens of the parent's own row."""
 
 
+_DIGESTED: dict[str, np.dtype[Any]] = {
+    "token_ids": np.dtype("<i4"),
+    "sampled": np.dtype("u1"),
+    "train": np.dtype("u1"),
+    "logprobs": np.dtype("<f4"),
+}
+_count: Callable[[Any], int] = np.count_nonzero
+"""numpy's fastest reduction; the checks are built from it."""
+
+
 def segment_digest(row: Mapping[str, Any], parent_digest: bytes = ROOT_DIGEST) -> bytes:
     """blake2b-256 over the parent's digest, `keep` and the row's own token columns."""
     h = hashlib.blake2b(parent_digest, digest_size=32)
     h.update(struct.pack("<q", row["keep"]))
-    for name, dtype in (
-        ("token_ids", "<i4"),
-        ("sampled", "u1"),
-        ("train", "u1"),
-        ("logprobs", "<f4"),
-    ):
-        array = np.ascontiguousarray(row[name], dtype=dtype)
+    for name, dtype in _DIGESTED.items():
+        array = np.ascontiguousarray(row[name], dtype)
         h.update(struct.pack("<q", len(array)))
-        h.update(array.tobytes())
+        h.update(array.data)
     for run in row["version_runs"]:
         h.update(struct.pack("<iqi", run["epoch"], run["version"], run["n"]))
     return h.digest()
@@ -78,11 +83,16 @@ def check_row(
 
 
 def check_enums(stream: str, row: Row) -> None:
-    for (owner, name), allowed in (ENUMS | CONTROL_ENUMS).items():
-        if owner == stream and row.get(name) is not None and row[name] not in allowed:
+    for name, allowed in _ENUMS_OF.get(stream, ()):
+        if row.get(name) is not None and row[name] not in allowed:
             raise SegmentRejected(
                 f"{row_name(stream, row)}: {name} '{row[name]}' is none of {sorted(allowed)}"
             )
+
+
+_ENUMS_OF: dict[str, list[tuple[str, frozenset[str]]]] = {}
+for (_owner, _name), _allowed in (ENUMS | CONTROL_ENUMS).items():
+    _ENUMS_OF.setdefault(_owner, []).append((_name, _allowed))
 
 
 def _unsampled_to_zero(row: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -123,43 +133,39 @@ def _check_lengths(row: Row) -> None:
     n = len(row["token_ids"])
     if n == 0:
         _reject(row, "no tokens; a segment holds at least one")
-    n_sampled = int(np.count_nonzero(row["sampled"]))
-    what = "sampled tokens" if n_sampled == n else "tokens"
     for name in ("sampled", "train", "logprobs"):
         if len(row[name]) != n:
+            what = "sampled tokens" if _count(row["sampled"]) == n else "tokens"
             _reject(row, f"{len(row[name])} {name} for {n} {what}")
-    if int(row["token_ids"].min()) < 0:
+    if _count(row["token_ids"] < 0):
         _reject(row, f"token id {int(row['token_ids'].min())} is negative")
 
 
 def _check_masks(row: Row) -> None:
     sampled, train = row["sampled"], row["train"]
     for name, mask in (("sampled", sampled), ("train", train)):
-        if int(mask.max()) > 1:
+        if _count(mask > 1):
             _reject(row, f"{name} is {int(mask.max())} at index {int(mask.argmax())}, not 0 or 1")
-    loose = np.flatnonzero(train > sampled)
-    if len(loose):
-        _reject(row, f"train is 1 at index {loose[0]}, where the token was not sampled")
-    excluded = bool(np.any(sampled > train))
-    if excluded and not row["train_reason"]:
+    loose = train > sampled
+    if _count(loose):
+        _reject(row, f"train is 1 at index {loose.argmax()}, where the token was not sampled")
+    if not row["train_reason"] and _count(train) < _count(sampled):
         _reject(row, "sampled tokens with train = 0 need a train_reason")
 
 
 def _check_logprobs(row: Row) -> None:
-    sampled = row["sampled"] == 1
-    logprobs = row["logprobs"]
-    bad = np.flatnonzero(sampled & ~(np.isfinite(logprobs) & (logprobs <= LOGPROB_MAX)))
-    if len(bad):
-        i = int(bad[0])
+    logprobs, n = row["logprobs"], len(row["logprobs"])
+    if _count(logprobs <= LOGPROB_MAX) < n or _count(logprobs > -math.inf) < n:  # NaN is neither
+        ok = (logprobs <= LOGPROB_MAX) & (logprobs > -math.inf)
+        i = int((~ok).argmax())
         _reject(row, f"logprob {logprobs[i]} at index {i} is not finite and <= 0")
-    loose = np.flatnonzero(~sampled & (logprobs != 0.0))
-    if len(loose):
-        i = int(loose[0])
+    if _count(logprobs[row["sampled"] == 0]):
+        i = int(((row["sampled"] == 0) & (logprobs != 0.0)).argmax())
         _reject(row, f"logprob {logprobs[i]} at index {i}, where nothing was sampled")
 
 
 def _check_versions(row: Row) -> None:
-    n_sampled = int(row["sampled"].sum())
+    n_sampled = _count(row["sampled"])
     total = sum(run["n"] for run in row["version_runs"])
     if total != n_sampled:
         _reject(row, f"version_runs cover {total} tokens, but {n_sampled} were sampled")

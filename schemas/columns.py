@@ -5,10 +5,13 @@ edits by the caller cannot reach the log; `to_table` packs normalised rows.
 """
 
 import datetime
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 
 from molt.schemas.errors import SegmentRejected
@@ -33,97 +36,135 @@ def normalise(stream: str, schema: pa.Schema, row: Mapping[str, Any]) -> Row:
 
     Raises SegmentRejected naming the field for an unknown, missing or mistyped one.
     """
-    unknown = [name for name in row if name not in schema.names]
-    if unknown:
-        raise SegmentRejected(f"{row_name(stream, row)}: unknown field '{unknown[0]}'")
-    missing = [f.name for f in schema if f.name not in row and not f.nullable]
-    if missing:
-        raise SegmentRejected(f"{row_name(stream, row)}: missing field '{missing[0]}'")
     out: Row = {}
-    for f in schema:
-        value = row.get(f.name)
+    for name, nullable, convert in _fields(schema):
+        value = row.get(name)
         if value is None:
-            if not f.nullable:
-                raise SegmentRejected(f"{row_name(stream, row)}: field '{f.name}' is None")
-            out[f.name] = None
+            if not nullable:
+                what = f"field '{name}' is None" if name in row else f"missing field '{name}'"
+                raise SegmentRejected(f"{row_name(stream, row)}: {_unknown(schema, row) or what}")
+            out[name] = None
             continue
         try:
-            out[f.name] = convert(f.type, value)
+            out[name] = convert(value)
         except (TypeError, ValueError, OverflowError) as error:
             raise SegmentRejected(
-                f"{row_name(stream, row)}: field '{f.name}' must be {f.type}: {error}"
+                f"{row_name(stream, row)}: field '{name}' must be {schema.field(name).type}: "
+                f"{error}"
             ) from None
+    if not out.keys() >= row.keys():
+        raise SegmentRejected(f"{row_name(stream, row)}: {_unknown(schema, row)}")
     return out
 
 
-def convert(type_: pa.DataType, value: Any) -> Any:
-    """One owned value of an Arrow type; TypeError or ValueError if `value` is not one."""
+def _unknown(schema: pa.Schema, row: Mapping[str, Any]) -> str:
+    return next((f"unknown field '{n}'" for n in row if n not in schema.names), "")
+
+
+Convert = Callable[[Any], Any]
+"""One owned value of an Arrow type; TypeError or ValueError if the argument is not one."""
+
+_FIELDS: dict[int, tuple[pa.Schema, list[tuple[str, bool, Convert]]]] = {}
+"""id of a schema -> the schema, kept so that its id stays its own, and how its values are made."""
+
+
+def _fields(schema: pa.Schema) -> list[tuple[str, bool, Convert]]:
+    known = _FIELDS.get(id(schema))
+    if known is None:  # hashing a schema costs more than converting a row
+        if len(_FIELDS) > 256:
+            _FIELDS.clear()
+        known = schema, [(f.name, f.nullable, converter(f.type)) for f in schema]
+        _FIELDS[id(schema)] = known
+    return known[1]
+
+
+def converter(type_: pa.DataType) -> Convert:
+    """The conversion of one Arrow type, its dispatch done once."""
     if pa.types.is_string(type_) or pa.types.is_large_string(type_):
-        if not isinstance(value, str):
-            raise TypeError(f"got {type(value).__name__}")
-        return escape_text(value)
+        return _text
     if pa.types.is_boolean(type_):
-        if not isinstance(value, bool | np.bool_):
-            raise TypeError(f"got {type(value).__name__}")
-        return bool(value)
+        return partial(_instance, bool, (bool, np.bool_))
     if pa.types.is_integer(type_):
-        return _integer(type_, value)
+        info = np.iinfo(type_.to_pandas_dtype())
+        return partial(_integer, int(info.min), int(info.max))
     if pa.types.is_floating(type_):
-        if isinstance(value, bool) or not isinstance(value, int | float | np.number):
-            raise TypeError(f"got {type(value).__name__}")
-        return float(value)
+        return _float
     if pa.types.is_timestamp(type_):
-        if not isinstance(value, datetime.datetime):
-            raise TypeError(f"got {type(value).__name__}")
-        return value
+        return _time
     if pa.types.is_large_list(type_):
-        return _list(type_.value_type, value)
+        return _list_converter(type_.value_type)
     if pa.types.is_struct(type_):
-        return _struct(type_, value)
-    return _bytes(type_, value)
+        fields = [type_.field(i) for i in range(type_.num_fields)]
+        return partial(_struct, {f.name: converter(f.type) for f in fields})
+    return partial(_bytes, type_.byte_width if pa.types.is_fixed_size_binary(type_) else None)
 
 
-def _integer(type_: pa.DataType, value: Any) -> int:
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"got {type(value).__name__}")
+    return value if value.isascii() else escape_text(value)
+
+
+def _instance(make: Callable[[Any], Any], kinds: Any, value: Any) -> Any:
+    if not isinstance(value, kinds):
+        raise TypeError(f"got {type(value).__name__}")
+    return make(value)
+
+
+def _float(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float | np.number):
+        raise TypeError(f"got {type(value).__name__}")
+    return float(value)
+
+
+def _time(value: Any) -> datetime.datetime:
+    if not isinstance(value, datetime.datetime):
+        raise TypeError(f"got {type(value).__name__}")
+    return value
+
+
+def _integer(low: int, high: int, value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, int | np.integer):
         raise TypeError(f"got {type(value).__name__}")
-    info = np.iinfo(type_.to_pandas_dtype())
-    if not info.min <= int(value) <= info.max:
+    if not low <= value <= high:
         raise OverflowError(f"{value} is out of range")
     return int(value)
 
 
-def _bytes(type_: pa.DataType, value: Any) -> bytes:
+def _bytes(width: int | None, value: Any) -> bytes:
     if not isinstance(value, bytes | bytearray | memoryview):
         raise TypeError(f"got {type(value).__name__}")
-    width = type_.byte_width if pa.types.is_fixed_size_binary(type_) else len(value)
-    if len(value) != width:
+    if width is not None and len(value) != width:
         raise ValueError(f"{len(value)} bytes instead of {width}")
     return bytes(value)
 
 
-def _struct(type_: pa.StructType, value: Any) -> Row:
+def _struct(fields: Mapping[str, Convert], value: Any) -> Row:
     if not isinstance(value, Mapping):
         raise TypeError(f"got {type(value).__name__}")
-    names = [type_.field(i).name for i in range(type_.num_fields)]
-    if set(value) != set(names):
-        raise ValueError(f"fields {sorted(value)} instead of {sorted(names)}")
-    return {n: None if value[n] is None else convert(type_.field(n).type, value[n]) for n in names}
+    if value.keys() != fields.keys():
+        raise ValueError(f"fields {sorted(value)} instead of {sorted(fields)}")
+    return {n: None if (v := value[n]) is None else make(v) for n, make in fields.items()}
 
 
-def _list(item: pa.DataType, value: Any) -> Any:
+def _list_converter(item: pa.DataType) -> Convert:
+    if pa.types.is_integer(item):
+        return partial(_list, partial(_integers, np.dtype(item.to_pandas_dtype())))
+    if pa.types.is_floating(item):
+        return partial(_list, partial(_floats, np.dtype(item.to_pandas_dtype())))
+    make = converter(item)
+    return partial(_list, lambda value: [make(v) for v in value])
+
+
+def _list(make: Convert, value: Any) -> Any:
     if isinstance(value, str | bytes) or not isinstance(value, Sequence | np.ndarray):
         raise TypeError(f"got {type(value).__name__}")
     if len(value) > ROW_TOKENS_MAX:
         raise ValueError(f"{len(value)} items, more than the limit of {ROW_TOKENS_MAX}")
-    if pa.types.is_integer(item):
-        return _integers(item, value)
-    if pa.types.is_floating(item):
-        return _floats(item, value)
-    return [convert(item, v) for v in value]
+    return make(value)
 
 
-def _integers(item: pa.DataType, value: Any) -> np.ndarray:
-    dtype = np.dtype(item.to_pandas_dtype())
+def _integers(dtype: np.dtype[Any], value: Any) -> np.ndarray:
     if len(value) == 0:
         return np.zeros(0, dtype)
     # numpy makes float64 of Python integers on both sides of 2**63, and loses their low bits.
@@ -131,19 +172,20 @@ def _integers(item: pa.DataType, value: Any) -> np.ndarray:
     array = np.asarray(value, dtype if whole else None)
     if array.ndim != 1 or array.dtype.kind not in "iub":
         raise TypeError(f"got items of dtype {array.dtype}, {array.ndim} axes")
-    info = np.iinfo(dtype)
-    if array.dtype != dtype and (int(array.min()) < info.min or int(array.max()) > info.max):
-        raise OverflowError("an item is out of range")
+    if array.dtype != dtype:
+        info = np.iinfo(dtype)
+        if int(array.min()) < info.min or int(array.max()) > info.max:
+            raise OverflowError("an item is out of range")
     return np.array(array, dtype, copy=True)
 
 
-def _floats(item: pa.DataType, value: Any) -> np.ndarray:
+def _floats(dtype: np.dtype[Any], value: Any) -> np.ndarray:
     if has_none(value):
         raise TypeError("an item is None")
     array = np.asarray(value)
     if array.size and (array.ndim != 1 or array.dtype.kind not in "fiu"):
         raise TypeError(f"got items of dtype {array.dtype}, {array.ndim} axes")
-    return np.array(array, np.dtype(item.to_pandas_dtype()), copy=True)
+    return np.array(array, dtype, copy=True)
 
 
 def has_none(value: Any) -> bool:
@@ -158,10 +200,7 @@ def to_table(schema: pa.Schema, rows: Sequence[Row]) -> pa.Table:
 
 def column(type_: pa.DataType, values: list[Any]) -> pa.Array:
     """Lists of numbers are packed through numpy; the rest goes through Arrow's own builder."""
-    numeric = pa.types.is_large_list(type_) and (
-        pa.types.is_integer(type_.value_type) or pa.types.is_floating(type_.value_type)
-    )
-    if not numeric or any(v is None for v in values):
+    if not _is_numbers(type_) or any(v is None for v in values):
         return pa.array(values, type_)
     offsets = np.zeros(len(values) + 1, np.int64)
     np.cumsum([len(v) for v in values], out=offsets[1:])
@@ -171,22 +210,30 @@ def column(type_: pa.DataType, values: list[Any]) -> pa.Array:
     return pa.LargeListArray.from_arrays(pa.array(offsets), items, type=type_)
 
 
-def to_rows(table: pa.Table) -> list[Row]:
-    """A verified table as Python rows; number lists as numpy arrays, text unescaped."""
-    columns = {name: _values(table.column(name)) for name in table.column_names}
-    return [{name: values[i] for name, values in columns.items()} for i in range(table.num_rows)]
-
-
-def _values(col: pa.ChunkedArray) -> list[Any]:
-    type_ = col.type
-    numeric = pa.types.is_large_list(type_) and (
+def _is_numbers(type_: pa.DataType) -> bool:
+    return bool(pa.types.is_large_list(type_)) and (
         pa.types.is_integer(type_.value_type) or pa.types.is_floating(type_.value_type)
     )
-    if numeric and col.null_count == 0:
-        array = col.combine_chunks()
-        flat = array.values.to_numpy(zero_copy_only=False)
-        offsets = array.offsets.to_numpy()
-        return [flat[a:b] for a, b in zip(offsets[:-1], offsets[1:], strict=True)]
+
+
+def to_rows(table: pa.Table) -> list[Row]:
+    """A verified table as Python rows; number lists as numpy arrays, text unescaped."""
+    columns = [_values(table, name) for name in table.column_names]
+    return [dict(zip(table.column_names, row, strict=True)) for row in zip(*columns, strict=True)]
+
+
+def flat(table: pa.Table, name: str) -> tuple[npt.NDArray[np.int64], npt.NDArray[Any]]:
+    """(offsets [rows + 1] from 0, values) of a list column: views of Arrow's own buffers."""
+    array = table.column(name).combine_chunks()
+    offsets = array.offsets.to_numpy()
+    return offsets - offsets[0], array.flatten().to_numpy(zero_copy_only=False)
+
+
+def _values(table: pa.Table, name: str) -> list[Any]:
+    col = table.column(name)
+    if _is_numbers(col.type) and col.null_count == 0:
+        offsets, values = flat(table, name)
+        return [values[a:b] for a, b in pairwise(offsets.tolist())]
     return [_unescape(v) for v in col.to_pylist()]
 
 

@@ -53,6 +53,7 @@ CONTROL: dict[str, pa.Schema] = {
             field("advantage", pa.float64()),
             field("lag_max", pa.int64(), null=True),
             field("decision", pa.string()),
+            field("chain_digest", pa.binary(32), null=True),
             AT,
         ]
     ),
@@ -106,7 +107,8 @@ CONTROL: dict[str, pa.Schema] = {
     ),
 }
 
-CONTROL_VERSIONS: dict[str, str] = dict.fromkeys(CONTROL, "1.0")
+CONTROL_VERSIONS: dict[str, str] = {**dict.fromkeys(CONTROL, "1.0"), "plan": "1.1"}
+"""plan 1.1: `chain_digest`, so that the control log itself says which tokens were trained."""
 
 HEADERS: dict[str, frozenset[str]] = {
     "plan": frozenset(

@@ -48,6 +48,14 @@ class RequestRefused(EngineError):
     """One request that the engine cannot serve (too long, malformed); the engine goes on."""
 
 
+class TemplateError(MoltError, ValueError):
+    """Messages that the chat template cannot render; carries the template's own words."""
+
+
+class WindowFull(RequestRefused):
+    """A prompt that leaves no room for a reply in the engine's window."""
+
+
 class ModelIdentityError(EngineError):
     """The engine does not run the weights that were published (invariant I7 or I3)."""
 

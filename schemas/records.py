@@ -218,6 +218,8 @@ class PlanRow:
     """Largest lag of a sampled token at this step; None without sampled tokens."""
     decision: str
     """"train", "mask" (tokens above max_lag are masked) or "baseline_only"."""
+    chain_digest: bytes | None
+    """That of the rollout's segments as they were planned; None only in records before 1.1."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

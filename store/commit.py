@@ -17,6 +17,8 @@ from molt.schemas.errors import LogCorrupt
 from molt.schemas.streams import UNCOMPRESSED
 from molt.schemas.text import canonical_json
 from molt.schemas.upgrade import check_version, to_current
+from molt.store.ranges import KEY as RANGES_KEY
+from molt.store.ranges import ranges_text
 
 MARK = b"molt.xxh3="
 DIGITS = 16
@@ -71,15 +73,25 @@ def encode(
     small = table.nbytes < COMPRESS_BYTES_MIN
     codec = None if small or stream in UNCOMPRESSED else pa.Codec("zstd", 1)
     schema = table.schema.with_metadata(dict(extra)) if extra else table.schema
-    sink = pa.BufferOutputStream()
-    options = pa.ipc.IpcWriteOptions(compression=codec)
-    with pa.ipc.new_file(sink, schema, options=options, metadata=meta) as out:
-        out.write_table(table)
-    raw = bytearray(sink.getvalue())
+    raw = _file(table, schema, codec, meta)
+    if stream == "routing" and table.num_rows:
+        # The footer lies behind the rows, so a longer one does not move them.
+        meta[RANGES_KEY] = ranges_text(raw, f"{writer}/{seq}.{stream}")
+        raw = _file(table, schema, codec, meta)
     at = raw.rfind(MARK) + len(MARK)
     assert raw[at : at + DIGITS] == ZEROS, "the checksum's place is not where it was written"
     raw[at : at + DIGITS] = xxhash.xxh3_64_hexdigest(raw).encode()
     return raw
+
+
+def _file(
+    table: pa.Table, schema: pa.Schema, codec: pa.Codec | None, meta: Mapping[str, str]
+) -> bytearray:
+    sink = pa.BufferOutputStream()
+    options = pa.ipc.IpcWriteOptions(compression=codec)
+    with pa.ipc.new_file(sink, schema, options=options, metadata=meta) as out:
+        out.write_table(table.combine_chunks())
+    return bytearray(sink.getvalue())
 
 
 def checksum_error(raw: bytes | bytearray | memoryview) -> str | None:

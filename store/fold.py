@@ -95,8 +95,11 @@ class Attempt:
         """True if the outcome's chain digest is that of the segments."""
         if self.outcome is None:
             return False
-        own = chain_digest([self.segments[t].digest for t in tips(self.segments)])
-        return bool(own == self.outcome["chain_digest"])
+        return bool(self.chain_digest() == self.outcome["chain_digest"])
+
+    def chain_digest(self) -> bytes:
+        """Digest of the segments that are visible."""
+        return chain_digest([self.segments[t].digest for t in tips(self.segments)])
 
 
 @dataclass(slots=True, kw_only=True)

@@ -10,7 +10,7 @@ import contextlib
 import datetime
 import json
 import secrets
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +25,9 @@ from molt.store.writer import Writer
 
 if TYPE_CHECKING:
     import duckdb
+    import numpy as np
+    import numpy.typing as npt
+    import pyarrow as pa
 
 FORMAT = "1.0"
 
@@ -107,6 +110,14 @@ class Log:
 
     def rows(self, refs: Iterable[Ref]) -> list[dict[str, Any]]:
         return self._rows.rows(refs)
+
+    def table(self, refs: Iterable[Ref], columns: Sequence[str]) -> "pa.Table":
+        """Columns of many rows without a Python object per row; see RowReader.table."""
+        return self._rows.table(refs, columns)
+
+    def experts(self, ref: Ref, first: int, end: int) -> "npt.NDArray[np.uint8]":
+        """[end - first, width] bytes of a routing row's positions; see RowReader.experts."""
+        return self._rows.experts(ref, first, end)
 
     def sql(self, query: str, **options: Any) -> "duckdb.DuckDBPyRelation":
         """A DuckDB relation over the views; see molt.store.sql.connect for the options."""

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 
 from molt.schemas.columns import to_rows
@@ -19,6 +21,7 @@ from molt.schemas.records import Ref
 from molt.store.cold import ColdFile, cold_file, cold_files, read_cold, schema_of
 from molt.store.commit import Commit, decode
 from molt.store.files import names
+from molt.store.ranges import check_positions, read_range
 
 BUCKET = 1024
 """Commits of one writer per directory."""
@@ -247,42 +250,102 @@ def read_schema(file: CommitFile) -> pa.Schema:
 
 
 class RowReader:
-    """Rows by address, each commit read once while it stays in a budgeted cache.
+    """Rows by address, each commit read and verified once while it stays in a cache of
+    `cache_bytes_max` (decoded bytes); only the rows that are asked for become Python values.
 
-    Example: `RowReader(log.path).row(Ref(writer=w, seq=0, row=2))["token_ids"]`.
+    Example: `RowReader(log.path).row(Ref(writer=w, seq=0, row=2))["token_ids"]`. `bytes_read`
+    counts what was decoded, and of row ranges what was read from disk.
     """
 
     def __init__(self, log: Path, cache_bytes_max: int = 256 << 20) -> None:
         self.log = log
         self.cache_bytes_max = cache_bytes_max
         self.bytes_read = 0
-        self._cache: OrderedDict[tuple[str, int], tuple[list[dict[str, Any]], int]] = OrderedDict()
+        self._cache: OrderedDict[tuple[str, int, tuple[str, ...] | None], pa.Table] = OrderedDict()
         self._cached_bytes = 0
 
     def row(self, ref: Ref) -> dict[str, Any]:
-        rows = self.rows_of(ref.writer, ref.seq)
-        if not 0 <= ref.row < len(rows):
-            raise LogCorrupt(f"{ref}: the commit has {len(rows)} rows")
-        return rows[ref.row]
+        return self.rows([ref])[0]
 
     def rows(self, refs: Iterable[Ref]) -> list[dict[str, Any]]:
-        return [self.row(ref) for ref in refs]
+        """The rows in the order of `refs`; number lists are views of the cached commit."""
+        wanted = list(refs)
+        found: dict[Ref, dict[str, Any]] = {}
+        for place, own in _by_commit(wanted).items():
+            found.update(zip(own, to_rows(self._take(place, own, None)), strict=True))
+        return [found[ref] for ref in wanted]
 
     def rows_of(self, writer: str, seq: int) -> list[dict[str, Any]]:
-        key = (writer, seq)
+        return to_rows(self._commit(writer, seq, None))
+
+    def table(self, refs: Iterable[Ref], columns: Sequence[str]) -> pa.Table:
+        """These columns of the rows, one chunk per commit in (writer, seq) order, rows ascending.
+
+        No row becomes a Python object: `schemas.columns.flat(table, "token_ids")` is (offsets,
+        values) over all of them.
+        """
+        places = sorted(_by_commit(sorted(set(refs))).items())
+        return pa.concat_tables(self._take(place, own, tuple(columns)) for place, own in places)
+
+    def _take(
+        self, place: tuple[str, int], refs: list[Ref], columns: tuple[str, ...] | None
+    ) -> pa.Table:
+        table = self._commit(*place, columns)
+        for ref in refs:
+            if not 0 <= ref.row < table.num_rows:
+                raise LogCorrupt(f"{ref}: the commit has {table.num_rows} rows")
+        index = [ref.row for ref in refs]
+        if index == list(range(index[0], index[0] + len(index))):
+            return table.slice(index[0], len(index))
+        return table.take(pa.array(index))
+
+    def _commit(self, writer: str, seq: int, columns: tuple[str, ...] | None) -> pa.Table:
+        key = (writer, seq, columns)
         if key in self._cache:
             self._cache.move_to_end(key)
-            return self._cache[key][0]
+            return self._cache[key]
         file = find_commit(self.log, writer, seq)
-        commit = read_commit(file)
-        rows = to_rows(commit.table)
-        self.bytes_read += commit.table.nbytes
-        self._cache[key] = (rows, commit.table.nbytes)
-        self._cached_bytes += commit.table.nbytes
+        table = read_commit(file, list(columns) if columns is not None else None).table
+        self.bytes_read += table.nbytes
+        self._cache[key] = table
+        self._cached_bytes += table.nbytes
         while self._cached_bytes > self.cache_bytes_max and len(self._cache) > 1:
-            _, (_, dropped) = self._cache.popitem(last=False)
-            self._cached_bytes -= dropped
-        return rows
+            self._cached_bytes -= self._cache.popitem(last=False)[1].nbytes
+        return table
+
+    def experts(self, ref: Ref, first: int, end: int) -> npt.NDArray[np.uint8]:
+        """[end - first, width] bytes of a routing row: absolute positions `first` to `end` - 1.
+
+        Of a hot commit only these positions are read, each verified by its own hash. Raises
+        LogCorrupt for damage and LookupError for positions that the row does not hold.
+        """
+        file, found = find_commit(self.log, ref.writer, ref.seq), None
+        for last in (False, True):
+            try:
+                if not file.cold:
+                    where = f"{file.writer}/{file.seq}.{file.stream}"
+                    found = read_range(file.path, where, ref.row, first, end)
+                break
+            except LogCorrupt:
+                if last:
+                    raise
+            except FileNotFoundError:
+                file = located(file)
+        if found is not None:
+            self.bytes_read += found[1]
+            return found[0]
+        row = self.row(ref)
+        check_positions(ref, row["start"], row["n"], first, end)
+        return np.frombuffer(row["experts"], np.uint8).reshape(row["n"], -1)[
+            first - row["start"] : end - row["start"]
+        ]
+
+
+def _by_commit(refs: Iterable[Ref]) -> dict[tuple[str, int], list[Ref]]:
+    found: dict[tuple[str, int], list[Ref]] = {}
+    for ref in refs:
+        found.setdefault((ref.writer, ref.seq), []).append(ref)
+    return found
 
 
 def find_commit(log: Path, writer: str, seq: int) -> CommitFile:

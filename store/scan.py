@@ -14,6 +14,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.dataset as ds
 
+from molt.schemas.columns import flat
 from molt.schemas.upgrade import UPGRADES
 from molt.store.reader import CommitFile, read_together, together
 from molt.store.snapshot import ABANDONED, Snapshot
@@ -140,13 +141,13 @@ def plain_rows(table: pa.Table, wanted: list[str]) -> RowMap:
 def segment_rows(table: pa.Table, wanted: list[str]) -> RowMap:
     """Segment rows with NULL logprobs where nothing was sampled, and two counts."""
     if "logprobs" in wanted:
-        lists, flat = _flat(table, "logprobs")
-        where = pa.array(_flat(table, "sampled")[1] == 1)
-        values = pc.if_else(where, pa.array(flat), pa.scalar(None, pa.float32()))
+        lists, logprobs = flat(table, "logprobs")
+        where = pa.array(flat(table, "sampled")[1] == 1)
+        values = pc.if_else(where, pa.array(logprobs), pa.scalar(None, pa.float32()))
         column = pa.LargeListArray.from_arrays(pa.array(lists), values)
         table = table.set_column(table.column_names.index("logprobs"), "logprobs", column)
     if "n_tokens" in wanted or "n_sampled" in wanted:
-        offsets, sampled = _flat(table, "sampled")
+        offsets, sampled = flat(table, "sampled")
         total = np.concatenate([[0], np.cumsum(sampled, dtype=np.int64)])
         table = table.append_column("n_tokens", pa.array(np.diff(offsets)))
         table = table.append_column("n_sampled", pa.array(np.diff(total[offsets])))
@@ -160,17 +161,17 @@ def segment_needs(wanted: list[str]) -> list[str]:
 
 def token_rows(table: pa.Table, wanted: list[str]) -> RowMap:
     """One row per token, each with the version that sampled it."""
-    offsets, sampled = _flat(table, "sampled")
+    offsets, sampled = flat(table, "sampled")
     index = np.repeat(np.arange(table.num_rows), np.diff(offsets))
     out = {"sampled": pa.array(sampled), "pos": pa.array(np.arange(len(index)) - offsets[index])}
     for name in {"rollout_id", "attempt", "segment"} & set(wanted):
         out[name] = table.column(name).combine_chunks().take(pa.array(index))
     for name, column in (("token_id", "token_ids"), ("train", "train")):
         if name in wanted:
-            out[name] = pa.array(_flat(table, column)[1])
+            out[name] = pa.array(flat(table, column)[1])
     unsampled = sampled == 0
     if "logprob" in wanted:
-        out["logprob"] = pa.array(_flat(table, "logprobs")[1], mask=unsampled)
+        out["logprob"] = pa.array(flat(table, "logprobs")[1], mask=unsampled)
     if "version" in wanted or "version_epoch" in wanted:
         runs = table.column("version_runs").combine_chunks().flatten()
         times = runs.field("n").to_numpy()
@@ -191,10 +192,3 @@ _TOKEN_SOURCE = {
 
 def token_needs(wanted: list[str]) -> list[str]:
     return ["sampled", *(_TOKEN_SOURCE.get(name, name) for name in wanted)]
-
-
-def _flat(table: pa.Table, name: str) -> tuple[npt.NDArray[np.int64], npt.NDArray[Any]]:
-    """(offsets from 0, values) of a list column without nulls."""
-    array = table.column(name).combine_chunks()
-    offsets = array.offsets.to_numpy()
-    return offsets - offsets[0], array.flatten().to_numpy(zero_copy_only=False)

@@ -113,23 +113,25 @@ class Writer:
                 f"unknown stream '{stream}'; declare your own as x_<name> when opening the writer"
             )
         mapping.setdefault("at", datetime.datetime.now(datetime.UTC).replace(tzinfo=None))
+        self._check_usable()
+        checked = check_row(
+            stream, self._schemas[stream], mapping, self._parent_of(stream, mapping)
+        )
+        if stream == "routing":
+            check_routing_shape(checked, self._routing, self._chain_length(checked))
+        key, digest = _key(stream, checked)
         with self._lock:
             self._check_usable()
-            checked = check_row(
-                stream, self._schemas[stream], mapping, self._parent_of(stream, mapping)
-            )
-            if stream == "routing":
-                check_routing_shape(checked, self._routing, self._chain_length(checked))
-            key, digest = _key(stream, checked)
             if key is not None and key in self._keys:
                 return self._same_key(stream, checked, key, digest)
             pending = _Pending(stream, checked, Ticket(), key)
             self._remember(stream, checked, key, digest, pending.ticket)
             self._pending.append(pending)
             self._pending_bytes += _size(checked)
-            if self._due() or stream == "rollouts":
-                self._urgent = True
-            self._lock.notify_all()
+            due = self._due() or stream == "rollouts"
+            if len(self._pending) == 1 or (due and not self._urgent):
+                self._lock.notify_all()  # only then: each wake-up takes the interpreter's lock
+            self._urgent |= due
             return pending.ticket
 
     def flush(self) -> None:
@@ -317,7 +319,10 @@ def _key(stream: str, row: Row) -> tuple[tuple[Any, ...] | None, bytes]:
 
 
 def _size(row: Row) -> int:
-    return sum(
-        v.nbytes if isinstance(v, np.ndarray) else len(v) if isinstance(v, str | bytes) else 16
-        for v in row.values()
-    )
+    total = 16 * len(row)
+    for value in row.values():
+        if isinstance(value, np.ndarray):
+            total += value.nbytes
+        elif isinstance(value, str | bytes):
+            total += len(value)
+    return total

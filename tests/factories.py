@@ -205,6 +205,7 @@ def plan_row(rollout_id: str, refs: Sequence[Any], *, tip: int = 0, **more: Any)
         "advantage": 0.5,
         "lag_max": 0,
         "decision": "train",
+        "chain_digest": None,
         **more,
     }
 

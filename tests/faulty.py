@@ -1,16 +1,16 @@
-"""An `os` that fails on purpose, for molt.store.files only; the rest of the process is spared."""
+"""An `os` that fails, or dies, on purpose; for molt.store.files only, so all else is spared."""
 
 import os
 from typing import Any
 
-CALLS = ("write", "fsync", "link", "open", "close", "unlink", "mkdir")
+CALLS = ("write", "fsync", "link", "open", "close", "unlink", "mkdir", "rename")
 
 
 class FaultyOs:
     """Fails `times` calls of `call` (a name, or None for all of CALLS) from number `first` on.
 
     `write_first` bytes of a failing write reach the file; a failing close or unlink has happened
-    all the same, and with `lost_reply` so has a failing link.
+    all the same, and with `lost_reply` so has a failing link or rename.
     """
 
     def __init__(
@@ -42,8 +42,57 @@ class FaultyOs:
             self.fired.append(name)
             if name == "write" and self.write_first:
                 real(args[0], args[1][: self.write_first])
-            elif name == "close" or (name == "link" and self.lost_reply):
+            elif name == "close" or (name in ("link", "rename") and self.lost_reply):
                 real(*args, **kwargs)
             raise OSError(self.error, f"{os.strerror(self.error)} (call {self.seen}: {name})")
+
+        return call
+
+
+class ShortWrites:
+    """Every write takes at most `n` bytes and says so, as POSIX allows; nothing fails."""
+
+    def __init__(self, n: int) -> None:
+        self.n, self.writes = n, 0
+
+    def __getattr__(self, name: str) -> Any:
+        return self._write if name == "write" else getattr(os, name)
+
+    def _write(self, fd: int, data: memoryview) -> int:
+        self.writes += 1
+        return os.write(fd, data[: self.n])
+
+
+class Death(BaseException):
+    """Nothing that runs afterwards in this process reaches the disk."""
+
+
+class DyingOs:
+    """The process dies before, or after, its N-th call; half of a dying write may be written.
+
+    With `really` it ends then and there, as by kill -9; otherwise each call from there on is
+    Death, for actions that run in the thread of the test.
+    """
+
+    def __init__(self, n: int, *, after: bool, really: bool = False) -> None:
+        self.n, self.after, self.really, self.seen = n, after, really, 0
+
+    def __getattr__(self, name: str) -> Any:
+        real = getattr(os, name)
+        if name not in CALLS:
+            return real
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            self.seen += 1
+            if self.seen == self.n:
+                if self.after:
+                    real(*args, **kwargs)
+                elif name == "write":
+                    real(args[0], args[1][: len(args[1]) // 2])
+            if self.seen >= self.n:
+                if self.really:
+                    os._exit(9)
+                raise Death
+            return real(*args, **kwargs)
 
         return call

@@ -12,19 +12,20 @@ import asyncio
 import contextlib
 import os
 import time
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from molt.process import reap, redirect_output
 from molt.rollout import vllm_calls
-from molt.rollout.routing import RoutingShape, completion_routing
-from molt.rollout.types import Completion, EngineSettings
+from molt.rollout.routing import RoutingShape
+from molt.rollout.types import Completion, EngineSettings, join
 from molt.schemas.errors import (
     EngineError,
     Fenced,
     ModelIdentityError,
+    MoltError,
     RequestRefused,
 )
 from molt.schemas.records import Sampling
@@ -52,7 +53,7 @@ class Engine:
         self._paused = False
         self._published = False  # by the present epoch
         self._whole = True  # False from the begin of a transfer until its success
-        self._in_flight: set[str] = set()
+        self._in_flight: dict[str, vllm_calls.Request] = {}
         self._probes = 0
         self._routing: RoutingShape | None = None
         self._children: list[Any] = []
@@ -98,7 +99,23 @@ class Engine:
         sampling: Sampling,
         routing_start: int = 0,
     ) -> Completion:
-        """Sample one completion; waits while the engine is paused.
+        """`pieces`, joined: one whole completion."""
+        return join([p async for p in self.pieces(epoch, request_id, prompt_ids, sampling)])
+
+    async def pieces(
+        self,
+        epoch: int,
+        request_id: str,
+        prompt_ids: list[int],
+        sampling: Sampling,
+        every: int = 0,
+        grammar: Mapping[str, Any] | None = None,
+    ) -> AsyncIterator[Completion]:
+        """Sample one completion, handed out as it grows; waits while the engine is paused.
+
+        A piece comes at every pause, after `every` new tokens (0 = never), and at the end; the
+        last one, and no other, says how it ended. grammar: arguments of vLLM's structured outputs.
+        When the generator is closed the request is aborted.
 
         `routing_start`: first position whose experts are wanted, if the engine captures them.
 
@@ -107,6 +124,23 @@ class Engine:
         the engine died, Fenced if a newer epoch took over, also in mid-generation.
         """
         llm = await self._admit(epoch)
+        room = self._check_request(epoch, request_id, prompt_ids)
+        params = vllm_calls.sampling_params(
+            sampling, min(sampling.max_tokens, room), every, grammar
+        )
+        with self._mapped(f"request {request_id}"):
+            request = await self._add(llm, request_id, prompt_ids, params)
+            try:
+                async for piece in self._grow(request, every):
+                    self._refuse_older(epoch)
+                    yield piece
+            finally:
+                self._in_flight.pop(request_id, None)
+                if request.is_running and not self._death.done():
+                    await llm.abort(request.queue.request_id, internal=True)
+
+    def _check_request(self, epoch: int, request_id: str, prompt_ids: list[int]) -> int:
+        """Tokens that may be sampled after this prompt."""
         room = self._settings.max_model_len - len(prompt_ids)
         if not prompt_ids or room < 1:
             raise RequestRefused(
@@ -122,14 +156,44 @@ class Engine:
             raise RequestRefused(
                 f"request id {request_id!r}: {vllm_calls.PROBE_PREFIX!r} is kept for the probe"
             )
-        params = vllm_calls.sampling_params(sampling, min(sampling.max_tokens, room), routing_start)
-        self._in_flight.add(request_id)
-        try:
-            output = await self._final(llm, prompt_ids, params, request_id)
-        finally:
-            self._in_flight.discard(request_id)
-        self._refuse_older(epoch)
-        return self._completion(request_id, output, routing_start)
+        if request_id in self._in_flight:
+            raise RequestRefused(f"request id {request_id!r} is in flight; use another")
+        return room
+
+    async def _add(
+        self, llm: "AsyncLLM", request_id: str, ids: list[int], params: "SamplingParams"
+    ) -> vllm_calls.Request:
+        from vllm.exceptions import VLLMClientError
+
+        async def add() -> Any:
+            try:
+                return await llm.add_request(request_id, {"prompt_token_ids": ids}, params)
+            except (VLLMClientError, ValueError) as error:
+                raise RequestRefused(
+                    f"engine {self._id}, request {request_id}: {error}; correct the request"
+                ) from error
+
+        request = vllm_calls.Request(llm, await self._call(f"request {request_id}", add()))
+        self._in_flight[request_id] = request
+        if self._death.done():
+            request.fail(self._died(f"request {request_id}"))
+        return request
+
+    async def _grow(self, request: vllm_calls.Request, every: int) -> AsyncIterator[Completion]:
+        """Pieces of a request until it ends; what a dying engine had delivered comes first."""
+        while True:
+            try:
+                output = request.queue.get_nowait() or await request.queue.get()
+            except Exception:
+                if request.is_running and request.n_new:
+                    yield request.take()
+                raise
+            if output.finished:
+                yield self._checked(request.take(output))
+                return
+            if request.n_new and (request.cut or 0 < every <= request.n_new):
+                yield request.take()
+            request.cut = False
 
     async def score(self, epoch: int, sequences: list[list[int]]) -> list[np.ndarray]:
         """log p(token[i] | tokens[:i]) for i >= 1, temperature 1: float32 [len - 1] each.
@@ -165,6 +229,8 @@ class Engine:
         llm = await self._admit(epoch)
         await self._call("pause", llm.pause_generation(mode="keep", clear_cache=True))
         self._paused = True
+        for request in self._in_flight.values():
+            request.interrupt()
         return self.tokens_in_flight()
 
     def tokens_in_flight(self) -> int:
@@ -226,6 +292,8 @@ class Engine:
         """Stop vLLM and every process it started; may be called twice."""
         if self._llm is not None:
             self._death.cancel()
+            for request_id, request in self._in_flight.items():
+                request.fail(EngineError(f"engine {self._id} was shut down in {request_id}"))
             self._llm.shutdown()
             self._llm = None
         reap(self._children)
@@ -275,16 +343,13 @@ class Engine:
             with self._mapped(what):
                 await asyncio.wait({task, self._death}, return_when=asyncio.FIRST_COMPLETED)
                 if not task.done():
-                    raise EngineError(
-                        f"engine {self._id}: a vLLM process died during {what}; its last words "
-                        f"are in {self._log}"
-                    )
+                    raise self._died(what)
                 return task.result()
         finally:
             task.cancel()
 
     async def _watch(self) -> None:
-        """Ends when one of vLLM's processes is gone."""
+        """Ends when one of vLLM's processes is gone, and every request with it."""
         import psutil
 
         def lives(child: Any) -> bool:
@@ -295,33 +360,22 @@ class Engine:
 
         while all(map(lives, self._children)):
             await asyncio.sleep(WATCH_S)
+        for request_id, request in self._in_flight.items():
+            request.fail(self._died(f"request {request_id}"))
 
-    def _completion(
-        self, request_id: str, output: "RequestOutput", routing_start: int
-    ) -> Completion:
-        sampled: Any = output.outputs[0]
-        if sampled.finish_reason not in ("stop", "length", "abort"):
-            raise EngineError(
-                f"engine {self._id}, request {request_id}: finished with "
-                f"{sampled.finish_reason!r} ({sampled.stop_reason}); see {self._log}"
-            )
-        ids = np.array(sampled.token_ids, np.int32)
-        logprobs = sampled.logprobs.logprobs if sampled.logprobs is not None else []
-        stop_token = None
-        if sampled.finish_reason == "stop" and not isinstance(sampled.stop_reason, str):
-            stop_token = int(ids[-1])
-        return Completion(
-            token_ids=ids,
-            logprobs=np.array(logprobs, np.float32),
-            version_runs=tuple(map(vllm_calls.version_run, sampled.weight_versions or ())),
-            finish_reason=sampled.finish_reason,
-            stop_token=stop_token,
-            routing=(
-                completion_routing(sampled.routed_experts, routing_start, self._routing)
-                if self._routing is not None
-                else ()
-            ),
+    def _died(self, what: str) -> EngineError:
+        return EngineError(
+            f"engine {self._id}: a vLLM process died during {what}; its last words are in "
+            f"{self._log}"
         )
+
+    def _checked(self, piece: Completion) -> Completion:
+        if piece.finish_reason not in ("stop", "length", "abort"):
+            raise EngineError(
+                f"engine {self._id}: a request finished with {piece.finish_reason!r}; "
+                f"see {self._log}"
+            )
+        return piece
 
     @contextlib.contextmanager
     def _mapped(self, what: str) -> Iterator[None]:
@@ -335,7 +389,7 @@ class Engine:
                 f"engine {self._id} died during {what}; start a new one. Its last words are in "
                 f"{self._log}"
             ) from error
-        except EngineError:
+        except MoltError:
             raise
         except Exception as error:
             raise EngineError(

@@ -3,11 +3,14 @@
 Free of vLLM and torch, so that the driver and the rollout workers can import them cheaply.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
-from molt.rollout.routing import RoutingRuns
+from molt.rollout.routing import RoutingRuns, merge_runs
+from molt.schemas.records import Ref
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +36,7 @@ class EngineSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
-    """What one call of `generate` sampled."""
+    """What one call of the engine sampled, or a piece of it."""
 
     token_ids: np.ndarray
     """int32 [n], every sampled token, the stop token included."""
@@ -43,9 +46,46 @@ class Completion:
     version_runs: tuple[tuple[int, int, int], ...]
     """(epoch, version, number of tokens); the numbers add up to n."""
     finish_reason: str
-    """"stop", "length" or "abort"."""
+    """"stop", "length" or "abort". A piece that is not the last: "partial" where the engine was
+    paused, "" anywhere else."""
     stop_token: int | None
     """The token that ended it; None if a string, the length or an abort did."""
     routing: RoutingRuns = ()
     """Experts of the chain's positions from `routing_start` on, as far as they are known: not of
     the last sampled token, which was not forwarded. Empty unless the engine captures routing."""
+    n_cached: int = 0
+    """Prompt tokens whose KV the engine had."""
+
+
+def join(pieces: Sequence[Completion]) -> Completion:
+    """Consecutive pieces of one call as one."""
+    if len(pieces) == 1:
+        return pieces[0]
+    runs: list[tuple[int, int, int]] = []
+    for epoch, version, n in (run for p in pieces for run in p.version_runs):
+        if runs and runs[-1][:2] == (epoch, version):
+            n += runs.pop()[2]
+        runs.append((epoch, version, n))
+    return Completion(
+        token_ids=np.concatenate([p.token_ids for p in pieces]),
+        logprobs=np.concatenate([p.logprobs for p in pieces]),
+        version_runs=tuple(runs),
+        finish_reason=pieces[-1].finish_reason,
+        stop_token=pieces[-1].stop_token,
+        n_cached=pieces[0].n_cached,
+        routing=merge_runs([run for p in pieces for run in p.routing]),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Assignment:
+    """One rollout to play."""
+
+    group_id: str
+    rollout_id: str
+    attempt: int
+    purpose: str
+    prompt: dict[str, Any]
+    source: tuple[Ref, ...] = ()
+    """Segments of an earlier attempt of this lineage, in order: a resumable agent goes on from
+    them, any other starts again and counts their sampled tokens as regenerated."""

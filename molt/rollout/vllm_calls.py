@@ -6,20 +6,20 @@ Everything that depends on vLLM's version stands here and in its two plug-ins, `
 """
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from molt.rollout.routing import RoutingShape
-from molt.rollout.types import EngineSettings
+from molt.rollout.routing import RoutingShape, completion_routing
+from molt.rollout.types import Completion, EngineSettings
 from molt.schemas.errors import ConfigError, EngineError
-from molt.schemas.records import Sampling
+from molt.schemas.records import Sampling, Version
 
 if TYPE_CHECKING:
-    from vllm import SamplingParams
+    from vllm import RequestOutput, SamplingParams
     from vllm.v1.engine.async_llm import AsyncLLM
 
 PROBE_PREFIX = "probe-"
@@ -98,11 +98,19 @@ def build(settings: EngineSettings) -> "AsyncLLM":
 
 
 def sampling_params(
-    sampling: Sampling, max_tokens: int, routing_start: int = 0
+    sampling: Sampling,
+    max_tokens: int,
+    every: int = 0,
+    grammar: Mapping[str, Any] | None = None,
+    routing_start: int = 0,
 ) -> "SamplingParams":
-    """Every field that shapes the distribution is set, so no default of a model folder applies."""
+    """Every field that shapes the distribution is set, so no default of a model folder applies.
+
+    every: an output after this many tokens; 0 = one at the end. grammar: the keyword arguments of
+    vLLM's StructuredOutputsParams.
+    """
     from vllm import SamplingParams
-    from vllm.sampling_params import RequestOutputKind
+    from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
     fields = {**asdict(sampling), "stop": list(sampling.stop), "max_tokens": max_tokens}
     return SamplingParams(
@@ -113,7 +121,9 @@ def sampling_params(
         logprobs=0,
         flat_logprobs=True,
         detokenize=bool(sampling.stop),
-        output_kind=RequestOutputKind.FINAL_ONLY,
+        output_kind=RequestOutputKind.DELTA if every else RequestOutputKind.FINAL_ONLY,
+        stream_interval=every or None,
+        structured_outputs=StructuredOutputsParams(**grammar) if grammar else None,
         skip_clone=True,
         routed_experts_prompt_start=routing_start,
     )
@@ -150,10 +160,83 @@ def prompt_logprobs(ids: list[int], output: Any) -> np.ndarray:
     return np.array(flat.logprobs, np.float32)
 
 
-def version_run(span: Any) -> tuple[int, int, int]:
-    """A vLLM WeightVersionSpan labelled "<epoch>.<version>" as (epoch, version, tokens)."""
-    epoch, version = span.version.split(".")
-    return int(epoch), int(version), span.end - span.start
+class Request:
+    """One request in vLLM, read in pieces. `take` gives what was sampled since the last call.
+
+    vLLM hands out version spans with the last output only, so a piece in between is read from
+    its record of the request, which knows at which token each label began.
+    """
+
+    def __init__(self, llm: "AsyncLLM", queue: Any) -> None:
+        self.queue, self.cut = queue, False
+        self._states = llm.output_processor.request_states
+        self._state = self._states.get(queue.request_id)
+        self._taken = 0
+
+    def interrupt(self) -> None:
+        """Wake the reader, which then takes what there is as a "partial" piece."""
+        from vllm import RequestOutput
+
+        self.cut = True
+        self.queue.put(RequestOutput(self.queue.request_id, None, None, None, [], False))
+
+    def fail(self, error: Exception) -> None:
+        """Let the reader raise `error`."""
+        self.queue.put(error)
+
+    @property
+    def is_running(self) -> bool:
+        return self.queue.request_id in self._states
+
+    @property
+    def n_new(self) -> int:
+        """Tokens sampled and not taken."""
+        return self._state.detokenizer.num_output_tokens() - self._taken if self._state else 0
+
+    def take(self, final: "RequestOutput | None" = None) -> Completion:
+        """The new tokens; with vLLM's last output also how the request ended."""
+        last = final.outputs[0] if final is not None else None
+        if self._state is not None:
+            ids = self._state.detokenizer.output_token_ids
+            logprobs = self._state.logprobs_processor.logprobs
+            starts, n_cached = self._state.weight_version_starts, self._state.num_cached_tokens
+        else:  # it was over before its first output could be asked for
+            assert last is not None and final is not None
+            ids, logprobs = last.token_ids, last.logprobs
+            starts = [(span.version, span.start) for span in last.weight_versions or ()]
+            n_cached = final.num_cached_tokens
+        first, end = self._taken, len(ids)
+        self._taken = end
+        stopped = last is not None and last.finish_reason == "stop"
+        by_token = stopped and not isinstance(last.stop_reason, str)  # type: ignore[union-attr]
+        return Completion(
+            token_ids=np.array(ids[first:end], np.int32),
+            logprobs=np.array(logprobs.logprobs[first:end] if logprobs else [], np.float32),
+            version_runs=version_runs(starts, first, end),
+            finish_reason=last.finish_reason if last else "partial" if self.cut else "",
+            stop_token=int(ids[-1]) if by_token else None,
+            n_cached=n_cached or 0,
+        )
+
+
+def version_runs(
+    starts: Sequence[tuple[str, int]], first: int, end: int
+) -> tuple[tuple[int, int, int], ...]:
+    """(epoch, version, tokens) over the tokens [first, end) of a request.
+
+    `starts`: label "<epoch>.<version>" and first token of each span, ascending.
+
+    >>> version_runs([("1.3", 0), ("1.4", 5)], 2, 9)
+    ((1, 3, 3), (1, 4, 4))
+    """
+    ends = [start for _, start in starts[1:]] + [end]
+    runs = []
+    for (label, start), stop in zip(starts, ends, strict=True):
+        n = min(stop, end) - max(start, first)
+        if n > 0:
+            version = Version.parse(label)
+            runs.append((version.epoch, version.version, n))
+    return tuple(runs)
 
 
 async def transfer(

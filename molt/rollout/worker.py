@@ -23,8 +23,7 @@ import numpy as np
 from molt.agents.env import Env, Messages, Reply, Turn, resolve
 from molt.config import Config
 from molt.process import redirect_output
-from molt.rollout.routing import RoutingShape, routing_rows
-from molt.rollout.types import Completion
+from molt.rollout.types import Assignment, Completion
 from molt.schemas.check import chain_digest, segment_digest
 from molt.schemas.errors import ConfigError, EngineError, Fenced, RequestRefused, SegmentRejected
 from molt.schemas.records import (
@@ -37,17 +36,6 @@ from molt.schemas.records import (
 )
 from molt.schemas.text import canonical_json
 from molt.store import Log, Ticket
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Assignment:
-    """One rollout to play."""
-
-    group_id: str
-    rollout_id: str
-    attempt: int
-    purpose: str
-    prompt: dict[str, Any]
 
 
 class Generator(Protocol):
@@ -65,8 +53,6 @@ class RayEngine:
     engine_id: str
     actor: Any
     epoch: int
-    routing: RoutingShape | None = None
-    """Of the experts that its completions name; None if it captures none."""
 
     async def generate(
         self, request_id: str, prompt_ids: list[int], sampling: Sampling
@@ -99,11 +85,7 @@ class RolloutWorker:
         self.config, self.engine = config, engine
         self.env_class = resolve(config.agent.env, "agent.env")
         self.tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
-        self.writer = Log.open(log_path).writer(
-            epoch,
-            linger_s=config.log.linger_s,
-            routing=engine.routing.metadata() if engine.routing else None,
-        )
+        self.writer = Log.open(log_path).writer(epoch, linger_s=config.log.linger_s)
 
     async def play(self, assignments: Sequence[Assignment]) -> None:
         """Play rollouts to their end; returns when all outcomes are durable."""
@@ -157,7 +139,6 @@ class RolloutWorker:
         segment = rollout.segment(prompt_ids, done, wire, self.engine.engine_id)
         rollout.tickets.append(self.writer.append("segments", segment))
         rollout.segments.append(segment)
-        self._append_routing(rollout, segment, done)
         reply = Reply(text=text, finish_reason=done.finish_reason, n_tokens=len(done.token_ids))
         turn = checked_turn(await _agent_call("step", env.step, reply))
         for name, value in turn.rewards.items():
@@ -165,19 +146,6 @@ class RolloutWorker:
             rollout.tickets.append(self.writer.append("rewards", reward))
         if not turn.done:
             raise RolloutFailed("the environment wants a second turn; this release plays one")
-
-    def _append_routing(self, rollout: "_Rollout", segment: Segment, done: Completion) -> None:
-        """What only evaluation or a judge reads needs no routing."""
-        if self.engine.routing is None or rollout.a.purpose != "train":
-            return
-        rows = routing_rows(
-            done.routing,
-            rollout_id=segment.rollout_id,
-            attempt=segment.attempt,
-            segment=segment.segment,
-            n_experts=self.engine.routing.n_experts,
-        )
-        rollout.tickets += [self.writer.append("routing", row) for row in rows]
 
 
 def render(tokenizer: Any, messages: Messages) -> list[int]:

@@ -2,7 +2,6 @@
 
 import errno
 import json
-import os
 import shutil
 from collections.abc import Callable, Iterator
 from datetime import UTC, timedelta
@@ -11,43 +10,18 @@ from typing import Any
 
 import factories as make
 import pytest
-from faulty import CALLS, FaultyOs
+from faulty import Death, DyingOs, FaultyOs
 
 from molt.schemas.errors import Retired
 from molt.store import Log
 from molt.store.compact import compact
 from molt.store.doctor import doctor
-from molt.store.retention import retire
+from molt.store.retention import readers, register_reader, retire
 from molt.store.sql import run_sql
 
 CALLS_MAX = 120
+ERRORS = (errno.EIO, errno.ENOSPC, errno.EDQUOT)
 LATER = make.NOW.replace(tzinfo=UTC) + timedelta(days=1)
-
-
-class Death(BaseException):
-    """Nothing that runs afterwards in this process reaches the disk."""
-
-
-class DyingOs:
-    """`os` for molt.store.files whose process dies before or after its N-th call."""
-
-    def __init__(self, n: int, *, after: bool) -> None:
-        self.n, self.after, self.seen = n, after, 0
-
-    def __getattr__(self, name: str) -> Any:
-        real = getattr(os, name)
-        if name not in CALLS:
-            return real
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            self.seen += 1
-            if self.seen == self.n and self.after:
-                real(*args, **kwargs)
-            if self.seen >= self.n:
-                raise Death
-            return real(*args, **kwargs)
-
-        return call
 
 
 def small(path: Path) -> Log:
@@ -148,23 +122,68 @@ def test_retention_dies_at_its_nth_call(
         assert sum(b"train-0/0" in f.read_bytes() for f in files if f.name[0] != ".") == 0
 
 
+def failures(
+    source: Log, act: Callable[[Log], Any], monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Log]:
+    """A copy of the log after each failing call; what is raised is the call's own error."""
+    for n in range(1, CALLS_MAX):
+        log = copy(source, n)
+        code = ERRORS[n % len(ERRORS)]
+        faulty = FaultyOs(None, code, first=n, lost_reply=n % 2 == 0, write_first=n % 3)
+        with monkeypatch.context() as patch:
+            patch.setattr("molt.store.files.os", faulty)
+            try:
+                act(log)
+                told = False
+            except OSError as error:
+                assert error.errno == code
+                told = True
+        # Success may follow a failed link whose file is there, and a dot-file that stayed.
+        assert told or set(faulty.fired) <= {"link", "unlink"}
+        yield log
+        if not faulty.fired:
+            assert n > 8
+            return
+    raise AssertionError("more calls than expected")
+
+
 def test_compaction_is_told_of_a_failing_call_and_can_be_repeated(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = small(tmp_path / "log")
     expected = seen(source)
-    for n in range(1, CALLS_MAX):
-        log = copy(source, n)
-        faulty = FaultyOs(None, errno.EIO, first=n, lost_reply=n % 2 == 0)
-        with monkeypatch.context() as patch:
-            patch.setattr("molt.store.files.os", faulty)
-            try:
-                compact(log, everything=True)
-            except OSError as error:
-                assert error.errno == errno.EIO
+    for log in failures(source, lambda log: compact(log, everything=True), monkeypatch):
         assert seen(log) == expected
         compact(log, everything=True)
         assert seen(log) == expected
-        if not faulty.fired:
-            break
-    assert n > 20 and not faulty.fired
+
+
+@pytest.mark.parametrize("compacted", [False, True])
+def test_retention_is_told_of_a_failing_call_and_can_be_repeated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compacted: bool
+) -> None:
+    def act(log: Log) -> None:
+        retire(log, now=LATER, dry_run=False)
+
+    source = small(tmp_path / "log")
+    if compacted:
+        compact(source, everything=True, file_bytes=1)
+    for log in failures(source, act, monkeypatch):
+        assert len(seen(log, {"rewards"})) == 3
+        act(log)
+        assert [seq for seq, stream, _ in seen(log) if stream == "segments"] == [4]
+
+
+def test_a_reader_that_could_not_register_is_told_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def act(log: Log) -> None:
+        register_reader(log, "audit", {}, ttl_s=60, now=LATER)
+
+    source = small(tmp_path / "log")
+    before = {"a": 1}
+    register_reader(source, "audit", before, ttl_s=60, now=LATER)
+    for log in failures(source, act, monkeypatch):
+        assert readers(log, LATER)["audit"] in (before, {})  # the old one whole, or the new one
+        act(log)
+        assert readers(log, LATER)["audit"] == {}

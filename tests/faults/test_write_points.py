@@ -1,10 +1,11 @@
 """Every system call of a publish fails once: the caller is told, or the row is there (I6)."""
 
 import errno
+from typing import Any
 
 import factories as make
 import pytest
-from faulty import FaultyOs
+from faulty import FaultyOs, ShortWrites
 
 from molt.schemas.errors import Fenced, MoltError
 from molt.store import Log
@@ -25,14 +26,21 @@ def revisions(log: Log) -> list[int]:
     return in_sql
 
 
-@pytest.mark.parametrize("lost_reply", [False, True])
+@pytest.mark.parametrize(
+    ("code", "fault"),
+    [
+        (errno.EIO, {}),
+        (errno.EIO, {"lost_reply": True}),
+        (errno.ENOSPC, {"write_first": 100}),
+    ],
+)
 @pytest.mark.parametrize("call", [None, "write", "fsync", "link", "open", "close", "unlink"])
 def test_the_nth_call_of_an_append_fails(
-    log: Log, monkeypatch: pytest.MonkeyPatch, call: str | None, lost_reply: bool
+    log: Log, monkeypatch: pytest.MonkeyPatch, call: str | None, code: int, fault: dict[str, Any]
 ) -> None:
     expected = []
     for n in range(1, CALLS_MAX):
-        faulty = FaultyOs(call, errno.EIO, first=n, lost_reply=lost_reply)
+        faulty = FaultyOs(call, code, first=n, **fault)
         with log.writer(linger_s=60) as w:
             w.append("rewards", make.reward(revision=2 * n))
             w.flush()
@@ -46,6 +54,7 @@ def test_the_nth_call_of_an_append_fails(
                     told = None
                 except OSError as error:
                     told = error
+                    assert error.errno == code
             assert ticket.done() and (ticket.exception() is None) == (told is None)
             seen = revisions(log)
             # An error may still have left the row behind (its directory's fsync failed); a
@@ -66,12 +75,35 @@ def test_the_nth_call_of_an_append_fails(
     assert report["ok"], report["problems"]
 
 
-@pytest.mark.parametrize("lost_reply", [False, True])
+def test_short_writes_are_no_failure(log: Log, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call may write less than it was given, and say so; the rest follows."""
+    short = ShortWrites(97)
+    monkeypatch.setattr("molt.store.files.os", short)
+    with log.writer(linger_s=60) as w:
+        w.append("rewards", make.reward())
+        w.append("segments", make.segment(ids=range(5000)))
+        w.flush()
+        log.control.put("policy", [make.policy(1, 1)])
+    assert short.writes > 100
+    assert revisions(log) == [0]
+    assert run_sql([log], "select sum(n_tokens) from segments")[1] == [[5000]]
+    report = doctor(log.path)
+    assert report["ok"], report["problems"]
+
+
+@pytest.mark.parametrize(
+    ("code", "fault"),
+    [
+        (errno.EIO, {}),
+        (errno.EIO, {"lost_reply": True}),
+        (errno.ENOSPC, {"write_first": 100}),
+    ],
+)
 def test_the_nth_call_of_a_control_put_fails(
-    log: Log, monkeypatch: pytest.MonkeyPatch, lost_reply: bool
+    log: Log, monkeypatch: pytest.MonkeyPatch, code: int, fault: dict[str, Any]
 ) -> None:
     for n in range(1, CALLS_MAX):
-        faulty = FaultyOs(None, errno.EIO, first=n, lost_reply=lost_reply)
+        faulty = FaultyOs(None, code, first=n, **fault)
         before = len(log.records())
         with monkeypatch.context() as patch:
             patch.setattr("molt.store.files.os", faulty)

@@ -77,7 +77,8 @@ def rows_of(name: str) -> tuple[list[dict[str, Any]], dict[str, Any] | None]:
         "rewards": [make.reward(), make.reward("train-0/1", None, segment=0, token=3)],
         "scores": [{**score, "epoch": 1, "version": 0, "values": [-0.5, -1.0, 0.0]}],
         "plan": [
-            make.plan_row("train-0/0", []) | {"branches": [{"tip": 0, "refs": [ref]}]},
+            make.plan_row("train-0/0", [], chain_digest=root["digest"])
+            | {"branches": [{"tip": 0, "refs": [ref]}]},
             make.plan_row("train-0/1", []) | {"branches": [], "lag_max": None, "reward": None},
         ],
         "drop": [make.drop_row("train-1"), make.drop_row("train-2", "conflict", "train-2/0")],

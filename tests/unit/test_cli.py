@@ -25,7 +25,10 @@ def run(*arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.parametrize(
     "command",
-    ["train", "report", "replay", "sql", "tail", "runs", "doctor", "compact", "show"],
+    [
+        *("train", "report", "replay", "why", "audit", "sql", "tail", "runs", "doctor"),
+        *("compact", "show"),
+    ],
 )
 def test_every_command_teaches_by_example(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):

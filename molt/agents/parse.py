@@ -1,0 +1,219 @@
+"""What sampled tokens say: vLLM's own parsers for reasoning and tool calls.
+
+Stands between the engine's tokens and the agent. The reply is a view of the record: whatever the
+parsers make of the text, malformed JSON included, the ids stay as they were sampled (I1) and the
+rollout goes on. vLLM is imported by the first use of a parser.
+"""
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from molt.agents.types import ChatRequest, ParsedReply, ToolCall
+from molt.schemas.errors import ConfigError
+
+# What a chat template contains -> vLLM's parser for what its model writes; first match counts.
+_TOOL_SIGNS = (
+    (("<tool_call>", "<function="), "qwen3_coder"),
+    (("<tool_call>", "<arg_key>"), "glm45"),
+    (("<tool_call>", '"name"'), "hermes"),
+    (("<｜tool▁calls▁begin｜>",), "deepseek_v3"),
+    (("[TOOL_CALLS]",), "mistral"),
+    (("<|python_tag|>",), "llama3_json"),
+)
+_REASONING_SIGNS = (
+    (("</think>", "<arg_key>"), "glm45"),
+    (("</think>", "truncate_history_thinking"), "nemotron_v3"),
+    (("</think>", "<|im_start|>"), "qwen3"),
+    (("</think>",), "deepseek_r1"),
+)
+
+
+def choose_parsers(
+    template: str, tool_parser: str | None = None, reasoning_parser: str | None = None
+) -> tuple[str | None, str | None, str]:
+    """(tool parser, reasoning parser, a sentence that says which and why).
+
+    None = guess from the chat template's text; "none" = no parser.
+
+    >>> choose_parsers("... <tool_call>{\\"name\\": ...", None, "none")[:2]
+    ('hermes', None)
+    """
+
+    def choose(given: str | None, signs: Any) -> tuple[str | None, str]:
+        if given is not None:
+            return (None if given == "none" else given), "as configured"
+        for marks, name in signs:
+            if all(mark in template for mark in marks):
+                return name, f"guessed from {' and '.join(marks)} in the chat template"
+        return None, "the chat template shows none"
+
+    tools, why_tools = choose(tool_parser, _TOOL_SIGNS)
+    thoughts, why_thoughts = choose(reasoning_parser, _REASONING_SIGNS)
+    said = f"tool calls: {tools} ({why_tools}); reasoning: {thoughts} ({why_thoughts})"
+    return tools, thoughts, said
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Delta:
+    """A piece of a reply while it streams; `tool_calls` are vLLM's dicts with an `index`."""
+
+    content: str | None
+    reasoning: str | None
+    tool_calls: tuple[dict[str, Any], ...]
+
+
+class ReplyParser:
+    """Sampled tokens to a reply. Names are vLLM's ("hermes", "qwen3", ...); None = leave it text.
+
+    ConfigError if vLLM does not know a name or the tokenizer lacks what the parser needs.
+    """
+
+    def __init__(
+        self, tokenizer: Any, tool_parser: str | None, reasoning_parser: str | None
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.n_failed = 0
+        """Replies that a parser could not read at all; they are handed on as text."""
+        self._parser: Any = None
+        if tool_parser is None and reasoning_parser is None:
+            return
+        from vllm.parser.parser_manager import ParserManager
+
+        try:
+            self._parser = ParserManager.get_parser(
+                tool_parser, reasoning_parser, enable_auto_tools=True, tokenizer=tokenizer
+            )
+        except (TypeError, ValueError, KeyError) as error:
+            raise ConfigError(
+                f"tool parser {tool_parser!r}, reasoning parser {reasoning_parser!r}: {error}"
+            ) from error
+
+    def parse(
+        self, token_ids: Sequence[int] | np.ndarray, text: str, request: ChatRequest
+    ) -> ParsedReply:
+        """The reply that `token_ids` say; `text` is them decoded without special tokens.
+
+        Never raises: what cannot be read is content. The ids of tool calls depend on the tokens
+        and their place in the conversation alone, so parsing again gives the same.
+        """
+        reasoning: str | None = None
+        content: str | None = text
+        calls: Sequence[Any] = ()
+        ids = [int(i) for i in token_ids]
+        if self._parser is not None:
+            asked = _vllm_request(request)
+            try:
+                reasoning, content, found = self._new(asked, request).parse(
+                    self._readable(ids, text), asked, True, ids
+                )
+                calls = found or ()
+            except Exception:  # a parser may raise anything on what a policy samples
+                self.n_failed += 1
+                reasoning, content = None, text
+        if text and not (reasoning or content or calls):
+            content = text  # markup that was cut off: the agent is to see what there is
+        seed = hashlib.blake2b(
+            np.array([len(request.messages), *ids], np.int64).tobytes(), digest_size=8
+        ).hexdigest()
+        return ParsedReply(
+            content=content or None,
+            reasoning=reasoning,
+            tool_calls=tuple(
+                ToolCall(id=_call_id(c.id, seed, i), name=c.name, arguments=c.arguments or "")
+                for i, c in enumerate(calls)
+            ),
+        )
+
+    def stream_parser(self, request: ChatRequest, prompt_ids: list[int]) -> "StreamParser":
+        """For one reply that is handed on while it is sampled."""
+        return StreamParser(self, request, prompt_ids)
+
+    def grammar(self, request: ChatRequest) -> Any:
+        """vLLM's `StructuredOutputsParams` that tool_choice or response_format asks for, or None.
+
+        "auto" is left free even where vLLM's server would constrain it: tokens sampled under a
+        grammar cannot be trained.
+        """
+        if request.response_format is None and request.tool_choice in ("auto", "none"):
+            return None
+        asked = _vllm_request(request)
+        if self._parser is not None and request.tool_choice not in ("auto", "none"):
+            asked = self._new(asked, request).adjust_request(asked)
+        return asked.extract_structured_outputs()
+
+    def _new(self, asked: Any, request: ChatRequest) -> Any:
+        return self._parser(self.tokenizer, asked.tools, chat_template_kwargs=request.template)
+
+    def _readable(self, ids: list[int], text: str) -> str:
+        """`text`, with special tokens where they stand between others: they may be markup."""
+        special = set(self.tokenizer.all_special_ids)
+        while ids and ids[-1] in special:
+            ids = ids[:-1]
+        if special.isdisjoint(ids):
+            return text
+        return str(self.tokenizer.decode(ids, skip_special_tokens=False))
+
+
+class StreamParser:
+    """vLLM's incremental parsing of one reply; without a parser all text is content."""
+
+    def __init__(self, parser: ReplyParser, request: ChatRequest, prompt_ids: list[int]) -> None:
+        self._request = self._parser = None
+        if parser._parser is not None:
+            self._request = _vllm_request(request)
+            self._parser = parser._new(self._request, request)
+        self._prompt: list[int] | None = prompt_ids
+
+    def feed(self, text: str, token_ids: list[int], finished: bool) -> Delta | None:
+        """What new text and tokens add to the reply; None if nothing can be said yet."""
+        if self._parser is None:
+            return Delta(content=text, reasoning=None, tool_calls=()) if text else None
+        prompt, self._prompt = self._prompt, None
+        message = self._parser.parse_delta(
+            text, token_ids, self._request, prompt, finished=finished
+        )
+        if message is None:
+            return None
+        return Delta(
+            content=message.content or None,
+            reasoning=message.reasoning or None,
+            tool_calls=tuple(c.model_dump(exclude_none=True) for c in message.tool_calls or ()),
+        )
+
+
+def tool_outcome(arguments: str) -> dict[str, Any] | str:
+    """The arguments of a call as an object, or the error that becomes the tool's result.
+
+    >>> tool_outcome('{"city": "Oslo"}'), tool_outcome("[1]"), tool_outcome("{")
+    ({'city': 'Oslo'}, 'error: not an object', 'error: not JSON')
+    """
+    try:
+        value = json.loads(arguments)
+    except (ValueError, RecursionError):
+        return "error: not JSON"
+    return value if isinstance(value, dict) else "error: not an object"
+
+
+def _call_id(given: str | None, seed: str, index: int) -> str:
+    """vLLM's id where its form means something to a template (Kimi, Mistral), else our own."""
+    random = given is None or given.startswith(("chatcmpl-tool-", "call_"))
+    return f"call_{seed}{index:02d}" if random else str(given)
+
+
+def _vllm_request(request: ChatRequest) -> Any:
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+
+    return ChatCompletionRequest(
+        model="policy",
+        messages=[{"role": "user", "content": "-"}],
+        tools=list(request.tools) or None,
+        tool_choice=request.tool_choice if request.tools else None,
+        parallel_tool_calls=request.parallel_tool_calls,
+        response_format=request.response_format,
+        chat_template_kwargs=request.template,
+    )

@@ -1,0 +1,107 @@
+"""Audit: invariants I1 to I7 over a whole log, streaming; every violation is named, none repaired.
+
+Three passes, each with memory for what is in flight only: the control log (order, exactly once,
+versions), the rows that plans name (what was trained), the data log (what happened). `recompute`
+in audit_model.py adds the fourth witness: the weights themselves.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from molt.replay.audit_control import check_lineage, leaves, read_facts
+from molt.replay.audit_data import DataPass
+from molt.replay.audit_plans import PlanPass
+from molt.schemas.columns import Row
+from molt.store.control import lineage_of
+from molt.store.log import Log
+
+VIOLATIONS_KEPT = 1000
+"""Violations beyond this number are counted, not listed."""
+
+Advantages = Callable[[Sequence[float | None], Sequence[bool], str, bool], list[float]]
+"""(rewards of a group, in_baseline, estimator's name, std_normalize) -> one per rollout."""
+
+
+@dataclass(slots=True)
+class Report:
+    """What an audit has found so far."""
+
+    progress: Callable[[str, int, int], None]
+    checked: dict[str, int] = field(default_factory=lambda: {f"I{i}": 0 for i in range(1, 8)})
+    """By invariant: I1 segments, I2 sampled tokens, I3 measured gaps, I4 settled rollouts,
+    I5 ordinals, I6 commits, I7 policies."""
+    violations: list[Row] = field(default_factory=list)
+    n_violations: int = 0
+    retired: int = 0
+    """Rows and commits that retention removed: they cannot be checked, and that is no violation."""
+    invisible: int = 0
+    tokens: int = 0
+
+    def violation(
+        self,
+        invariant: str,
+        why: str,
+        *,
+        rollout: str | None = None,
+        segment: int | None = None,
+        token: int | None = None,
+        expected: Any = None,
+        found: Any = None,
+    ) -> None:
+        self.n_violations += 1
+        if len(self.violations) < VIOLATIONS_KEPT:
+            named = {"rollout": rollout, "segment": segment, "token": token}
+            values = {"expected": plain(expected), "found": plain(found)}
+            self.violations.append({"invariant": invariant, **named, **values, "why": why})
+
+    def differ(self, invariant: str, why: str, expected: Any, found: Any, **named: Any) -> bool:
+        """Report unless both are equal (floats: to rounding); True if they differ."""
+        same = expected == found
+        if isinstance(expected, float) and isinstance(found, float):
+            same = math.isclose(expected, found, rel_tol=1e-9, abs_tol=1e-12)
+        if not same:
+            self.violation(invariant, why, expected=expected, found=found, **named)
+        return not same
+
+    def to_json(self) -> Row:
+        return {
+            "ok": self.n_violations == 0,
+            "checked": self.checked,
+            "violations": self.violations,
+            "n_violations": self.n_violations,
+            "retired": self.retired,
+            "invisible": self.invisible,
+            "tokens": self.tokens,
+        }
+
+
+def plain(value: Any) -> Any:
+    """A JSON value: bytes as hex, numpy scalars as numbers."""
+    if isinstance(value, bytes):
+        return value.hex()
+    return value.item() if hasattr(value, "item") else value
+
+
+def audit(
+    log: Log,
+    *,
+    advantages: Advantages | None = None,
+    progress: Callable[[str, int, int], None] | None = None,
+) -> Report:
+    """Check the whole log; the newest lineage and every abandoned one.
+
+    `advantages` recomputes each group's advantages (without it they are taken as they are);
+    `progress(phase, done, total)` is called after each record and commit. Damage is a violation of
+    I6 and does not end the audit. Returns the report; `to_json` is the document of `molt audit`.
+    """
+    report = Report(progress or (lambda phase, done, total: None))
+    facts = read_facts(log, report)
+    epochs = facts.epochs
+    for leaf in leaves(epochs):
+        check_lineage(report, facts, lineage_of(epochs, leaf))
+    newest = lineage_of(epochs)
+    PlanPass(log, report, facts, advantages).run()
+    DataPass(log, report, facts, newest).run()
+    return report

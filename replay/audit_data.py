@@ -1,0 +1,362 @@
+"""The audit's third pass: every visible commit of the data log, in its writer's order (I1, I2, I5,
+I6), and what the control log says of its groups (I4).
+
+An attempt is remembered from its first segment to its outcome, a group until it is known to be
+settled; of everything else 24 bytes per row stay, to find rows that two writers tell differently.
+"""
+
+import heapq
+from array import array
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+import xxhash
+
+from molt.replay.audit_control import Facts
+from molt.replay.audit_plans import refused
+from molt.schemas.check import (
+    CHECKS,
+    Parent,
+    chain_digest,
+    check_enums,
+    check_routing_shape,
+    check_segment,
+)
+from molt.schemas.columns import Row, row_name, to_rows
+from molt.schemas.errors import MoltError, SegmentRejected
+from molt.store.branches import tips
+from molt.store.cold import cold_files
+from molt.store.commit import Commit
+from molt.store.control import Lineage
+from molt.store.files import names
+from molt.store.fold import Ordinals
+from molt.store.log import Log
+from molt.store.reader import (
+    BUCKET_NAME,
+    END,
+    CommitFile,
+    bucket_files,
+    cold_commits,
+    find_commit,
+    read_commit,
+    writer_epoch,
+    writer_names,
+)
+
+if TYPE_CHECKING:
+    from molt.replay.audit import Report
+
+Who = tuple[str, int]
+SEQ_BITS = 40
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """A segment of an attempt whose outcome has not been met."""
+
+    parent: int | None
+    keep: int
+    n_tokens: int
+    n_sampled: int
+    digest: bytes
+
+
+@dataclass(slots=True)
+class Attempt:
+    segments: dict[int, Seen] = field(default_factory=dict)
+    outcome: Row | None = None
+    in_lineage: bool = True
+    later: list[tuple[CommitFile, int]] = field(default_factory=list)
+    """Rows whose parent had not been read yet: another writer has it."""
+
+
+@dataclass(slots=True)
+class OpenGroup:
+    """An issued group that no plan and no drop of the newest lineage settles."""
+
+    n: int
+    epoch: int
+    """Of the newest writer that issued it."""
+    finished: set[str] = field(default_factory=set)
+
+
+class DataPass:
+    """Reads the data log once. Cross-writer questions are answered at the end."""
+
+    def __init__(self, log: Log, report: "Report", facts: Facts, lineage: Lineage) -> None:
+        self.log, self.report, self.facts, self.lineage = log, report, facts, lineage
+        self.attempts: dict[Who, Attempt] = {}
+        self.groups: dict[str, OpenGroup] = {}
+        self.issued: dict[str, Ordinals] = {}
+        self.played: dict[str, Ordinals] = {}
+        self.writers: list[str] = []
+        self.keys, self.contents, self.places = array("Q"), array("Q"), array("Q")
+        self.any_retired = False
+        self._done, self._total = 0, commit_count(log)
+        self._policies = {v for v, n in facts.policies.items() if lineage.holds(n)}
+
+    def run(self) -> None:
+        self.writers = sorted({*writer_names(self.log.path), *self.lineage.closed})
+        for index, writer in enumerate(self.writers):
+            self._writer(index, writer)
+        self._unfinished()
+        self._conflicts()
+        self._ordinals()
+
+    # -- commits -------------------------------------------------------------------------------
+
+    def _writer(self, index: int, writer: str) -> None:
+        limit = self.lineage.last_seq(writer)
+        expected = 0
+        for file in self._files(writer):
+            if limit is not None and file.seq > limit:
+                self.report.invisible += 1
+                continue
+            self._missing(writer, expected, file.seq)
+            expected = file.seq + 1
+            if file.retired:
+                self.report.retired += 1
+                self.any_retired = True
+            elif file.stream != END:
+                self._commit(index, file)
+        self._missing(writer, expected, (limit if limit is not None else -1) + 1)
+
+    def _missing(self, writer: str, first: int, end: int) -> None:
+        for seq in range(first, end):
+            self.report.violation("I6", f"commit {seq} of writer {writer} is missing", found=seq)
+
+    def _files(self, writer: str) -> Iterator[CommitFile]:
+        """A writer's commits by number, one bucket at a time; cold ones cover hot ones."""
+        cold = {f.seq: f for f in cold_commits(cold_files(self.log.path), writer)}
+        hot = (
+            file
+            for bucket in names(self.log.path / "data" / writer)
+            if BUCKET_NAME.fullmatch(bucket)
+            for file in bucket_files(self.log.path, writer, int(bucket))
+            if file.seq not in cold
+        )
+        yield from heapq.merge(hot, cold.values(), key=lambda f: f.seq)
+
+    def _commit(self, index: int, file: CommitFile) -> None:
+        self._done += 1
+        self.report.progress("data log", self._done, max(self._total, self._done))
+        try:
+            commit = read_commit(file)
+        except (MoltError, OSError) as error:
+            self.report.violation("I6", str(error))
+            return
+        self.report.checked["I6"] += 1
+        for i, row in enumerate(to_rows(commit.table)):
+            try:
+                check_enums(file.stream, row)
+                self._row(file, commit, i, row)
+            except SegmentRejected as error:
+                refused(self.report, error, str(row.get("rollout_id") or row.get("group_id")))
+            self._remember(index, file, row)
+
+    def _row(self, file: CommitFile, commit: Commit, i: int, row: Row) -> None:
+        if file.stream == "segments":
+            self._segment(file, i, row)
+        elif file.stream in CHECKS:
+            CHECKS[file.stream](row)
+            if file.stream == "routing":
+                self._routing(commit, row)
+            elif file.stream == "prompts":
+                self._prompt(file, row)
+            elif file.stream == "rollouts" and row["status"] != "pending":
+                attempt = self.attempts.setdefault((row["rollout_id"], row["attempt"]), Attempt())
+                attempt.outcome = row
+                self._close((row["rollout_id"], row["attempt"]))
+
+    # -- rollouts ------------------------------------------------------------------------------
+
+    def _segment(self, file: CommitFile, i: int, row: Row) -> None:
+        who = (row["rollout_id"], row["attempt"])
+        attempt = self.attempts.setdefault(who, Attempt())
+        n_own, n_sampled = len(row["token_ids"]), int(np.count_nonzero(row["sampled"]))
+        self.report.checked["I1"] += 1
+        self.report.checked["I2"] += n_sampled
+        self.report.tokens += n_own
+        if row["parent"] is not None and row["parent"] not in attempt.segments:
+            attempt.later.append((file, i))
+        else:
+            self._verify(attempt, row)
+        self._check_versions(attempt, row)
+        attempt.segments.setdefault(
+            row["segment"], Seen(row["parent"], row["keep"], n_own, n_sampled, row["digest"])
+        )
+        self._close(who)
+
+    def _verify(self, attempt: Attempt, row: Row) -> None:
+        seen = attempt.segments.get(row["parent"]) if row["parent"] is not None else None
+        parent = None
+        if seen is not None:
+            n_chain = seen.keep + seen.n_tokens
+            parent = Parent(digest=seen.digest, n_chain=n_chain, n_own=seen.n_tokens)
+        check_segment(row, parent)
+
+    def _check_versions(self, attempt: Attempt, row: Row) -> None:
+        """I2: whatever sampled an agent's token was published, in whatever lineage."""
+        if row["role"] != "agent" or row["policy"] != "main":
+            return
+        at = 0
+        for run in row["version_runs"]:
+            version = (run["epoch"], run["version"])
+            attempt.in_lineage &= version in self._policies
+            if version not in self.facts.policies:
+                self.report.violation(
+                    "I2",
+                    f"sampled by {run['epoch']}.{run['version']}, which no policy record names",
+                    rollout=row["rollout_id"],
+                    segment=row["segment"],
+                    token=int(np.flatnonzero(row["sampled"])[at]),
+                    found=f"{run['epoch']}.{run['version']}",
+                )
+            at += run["n"]
+
+    def _routing(self, commit: Commit, row: Row) -> None:
+        metadata = commit.table.schema.metadata or {}
+        shape = {k.decode(): v.decode() for k, v in metadata.items()}
+        attempt = self.attempts.get((row["rollout_id"], row["attempt"]))
+        seen = attempt.segments.get(row["segment"]) if attempt else None
+        check_routing_shape(row, shape, seen.keep + seen.n_tokens if seen else None)
+
+    def _close(self, who: Who) -> None:
+        """Compare an outcome with its segments, once all that it names were read."""
+        attempt = self.attempts[who]
+        outcome = attempt.outcome
+        if outcome is None or len(attempt.segments) < outcome["n_segments"]:
+            return
+        if attempt.later:
+            return
+        del self.attempts[who]
+        self._outcome(who, attempt, outcome)
+
+    def _outcome(self, who: Who, attempt: Attempt, outcome: Row) -> None:
+        segments, named = attempt.segments, {"rollout": who[0]}
+        n = len(segments)
+        self.report.differ("I6", f"{who[0]}: segments", outcome["n_segments"], n, **named)
+        if all(s.parent is None or s.parent in segments for s in segments.values()):
+            own = chain_digest([segments[t].digest for t in tips(segments)])
+            what = f"{who[0]} attempt {who[1]}: digest of its segments"
+            self.report.differ("I1", what, outcome["chain_digest"], own, **named)
+        n_sampled = sum(s.n_sampled for s in segments.values())
+        what = f"{who[0]} attempt {who[1]}: sampled tokens"
+        self.report.differ("I1", what, outcome["counts"]["sampled"], n_sampled, **named)
+        purpose, _, ordinal = outcome["group_id"].rpartition("-")
+        self.played.setdefault(purpose, Ordinals()).add(int(ordinal))
+        if attempt.in_lineage and (0, outcome["group_id"]) not in self.facts.settled:
+            group = self.groups.setdefault(outcome["group_id"], OpenGroup(0, 0))
+            group.finished.add(who[0])
+
+    def _unfinished(self) -> None:
+        """Attempts whose parents or outcome came from another writer, and those cut off."""
+        for who, attempt in list(self.attempts.items()):
+            for file, i in attempt.later:
+                row = to_rows(read_commit(file).table)[i]
+                if row["parent"] not in attempt.segments:
+                    if not self.any_retired:
+                        why = f"{row_name('segments', row)}: its parent {row['parent']} is missing"
+                        self.report.violation("I6", why, rollout=who[0], segment=row["segment"])
+                    continue
+                try:
+                    self._verify(attempt, row)
+                except SegmentRejected as error:
+                    refused(self.report, error, who[0])
+            if attempt.outcome is not None and not self.any_retired:
+                self._outcome(who, attempt, attempt.outcome)
+        self.attempts.clear()
+
+    # -- the same row by two writers -----------------------------------------------------------
+
+    def _remember(self, index: int, file: CommitFile, row: Row) -> None:
+        marked = identity(file.stream, row)
+        if marked is not None:
+            self.keys.append(marked[0])
+            self.contents.append(marked[1])
+            self.places.append(index << SEQ_BITS | file.seq)
+
+    def _conflicts(self) -> None:
+        keys, contents, places = (np.array(a) for a in (self.keys, self.contents, self.places))
+        order = np.lexsort((contents, keys))
+        same = keys[order][1:] == keys[order][:-1]
+        for i in np.flatnonzero(same & (contents[order][1:] != contents[order][:-1])):
+            where = [int(places[order[j]]) for j in (i, i + 1)]
+            rows = [f"{self.writers[p >> SEQ_BITS]}/{p & (1 << SEQ_BITS) - 1}" for p in where]
+            who = self._name(where[1], int(keys[order[i]]))
+            self.report.violation(
+                "I4", "two rows of one name differ", rollout=who, expected=rows[0], found=rows[1]
+            )
+
+    def _name(self, place: int, key: int) -> str | None:
+        """The rollout of a remembered row."""
+        writer, seq = self.writers[place >> SEQ_BITS], place & (1 << SEQ_BITS) - 1
+        file = find_commit(self.log.path, writer, seq)
+        rows = to_rows(read_commit(file).table)
+        return next(
+            (r["rollout_id"] for r in rows if (identity(file.stream, r) or [0])[0] == key), None
+        )
+
+    # -- prompts -------------------------------------------------------------------------------
+
+    def _prompt(self, file: CommitFile, row: Row) -> None:
+        group_id, epoch = row["group_id"], writer_epoch(file.writer)
+        self.report.checked["I5"] += 1
+        self.issued.setdefault(row["purpose"], Ordinals()).add(row["ordinal"])
+        planned = self.facts.settled.get((0, group_id))
+        if planned is None:
+            group = self.groups.setdefault(group_id, OpenGroup(0, 0))
+            group.n, group.epoch = max(group.n, row["n"]), max(group.epoch, epoch)
+        elif planned and epoch in self.lineage.spans:
+            what = f"{group_id}: rollouts in its plan"
+            self.report.differ("I4", what, row["n"], planned, rollout=f"{group_id}/0")
+
+    def _ordinals(self) -> None:
+        """I5: every ordinal was issued; what an earlier epoch left open was issued again."""
+        if not self.issued and not self.played:
+            return  # an offline run: its prompts are in the logs that it names
+        for log, group_id in self.facts.settled:
+            if log == 0:
+                purpose, _, ordinal = group_id.rpartition("-")
+                self.played.setdefault(purpose, Ordinals()).add(int(ordinal))
+        for purpose in sorted(self.issued.keys() | self.played.keys()):
+            issued = self.issued.get(purpose, Ordinals())
+            played = self.played.get(purpose, Ordinals())
+            end = max([issued.low, played.low, *(k + 1 for k in issued.above | played.above)])
+            for k in range(issued.low, end):
+                if k not in issued:
+                    why = f"{purpose} ordinal {k} was never issued, later ones were"
+                    self.report.violation("I5", why, rollout=f"{purpose}-{k}/0", expected=k)
+        trained = [f.epoch for f in self.facts.records if f.kind == "plan"]
+        newest = max((e for e in trained if e in self.lineage.spans), default=0)
+        for group_id, group in self.groups.items():
+            left = group.n - len(group.finished)
+            if group_id.startswith("train-") and group.epoch < newest and left > 0:
+                self.report.violation(
+                    "I5",
+                    f"{group_id} was issued in epoch {group.epoch}, {left} of its {group.n} "
+                    f"rollouts never finished, and epoch {newest} trained without issuing it again",
+                    rollout=f"{group_id}/0",
+                    expected=newest,
+                    found=group.epoch,
+                )
+
+
+def identity(stream: str, row: Row) -> tuple[int, int] | None:
+    """64 bits of a row's name and 64 of its content; None for streams whose rows have no name."""
+    who = f"{row.get('rollout_id')}/{row.get('attempt')}"
+    if stream == "segments":
+        key, content = f"s/{who}/{row['segment']}", row["digest"]
+    elif stream == "rollouts":
+        key = f"r/{who}/{row['status'] == 'pending'}"
+        content = row["chain_digest"] + row["status"].encode()
+    else:
+        return None
+    return xxhash.xxh3_64_intdigest(key.encode()), xxhash.xxh3_64_intdigest(content)
+
+
+def commit_count(log: Log) -> int:
+    """Hot commits of the data log, for a progress bar."""
+    return sum(len(names(bucket)) for bucket in (log.path / "data").glob("*/*"))

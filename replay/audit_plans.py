@@ -1,0 +1,220 @@
+"""The audit's second pass: each plan against the rows that it names (I1, I2, I4).
+
+The control log says what was trained (digest of the chain, reward, advantage, lag, tokens of the
+step); the rows say what happened. Neither is derived from the other here.
+"""
+
+import math
+import re
+from collections import defaultdict
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from molt.replay.assemble import PlannedSegment, segments_of, sequences_of
+from molt.replay.audit_control import Facts, log_of, setting
+from molt.replay.sources import Sources
+from molt.schemas.check import chain_digest
+from molt.schemas.columns import Row
+from molt.schemas.errors import MoltError, Retired
+from molt.schemas.records import Ref
+from molt.store.branches import tips
+from molt.store.control import Record, lineage_of, read_record
+from molt.store.log import Log
+
+if TYPE_CHECKING:
+    from molt.replay.audit import Advantages, Report
+
+CACHE_BYTES = 16 << 20
+Version = tuple[int, int]
+INDEX = re.compile(r"segment (\d+): .*?index (\d+)")
+
+
+def refused(report: "Report", error: Exception, rollout: str) -> None:
+    """A row that breaks a rule of its own, named as its error names it."""
+    place = INDEX.search(str(error))
+    segment, token = (int(place[1]), int(place[2])) if place else (None, None)
+    report.violation("I1", str(error), rollout=rollout, segment=segment, token=token)
+
+
+class PlanPass:
+    """Verifies the plans of a log, one in memory at a time."""
+
+    def __init__(
+        self, log: Log, report: "Report", facts: Facts, advantages: "Advantages | None"
+    ) -> None:
+        self.log, self.report, self.facts, self.advantages = log, report, facts, advantages
+        self._sources: dict[int, Sources] = {}
+        self._foreign: dict[tuple[int, int], set[Version]] = {}
+        self._damaged: set[str] = set()
+
+    def run(self) -> None:
+        plans = [f for f in self.facts.records if f.kind == "plan"]
+        steps = {(f.epoch, f.step): f for f in self.facts.records if f.kind == "step"}
+        for i, fact in enumerate(plans):
+            record = read_record(self.log.path, fact.n)
+            step = steps.get((fact.epoch, fact.step)) or self._redone(fact.n, fact.step)
+            self.check(record, step.row if step else None)
+            self.report.progress("plans", i + 1, len(plans))
+
+    def _redone(self, plan: int, step: int) -> Any:
+        """The step record of a plan whose driver died: a later epoch executed and recorded it."""
+        later = (f for f in self.facts.records if f.kind == "step" and f.step == step)
+        for fact in later:
+            if fact.n > plan and lineage_of(self.facts.epochs, fact.epoch).holds(plan):
+                return fact
+        return None
+
+    def check(self, plan: Record, step: Row | None) -> None:
+        if plan.epoch not in self._sources:
+            self._sources = {plan.epoch: Sources(self.log, plan.epoch, CACHE_BYTES)}
+        source = self._sources[plan.epoch]
+        n_tokens: int | None = 0
+        seen: set[str] = set()
+        groups: dict[str, list[Row]] = defaultdict(list)
+        for row in plan.rows:
+            if row["rollout_id"] in seen:
+                why = f"the plan of step {plan.header['step']} lists it twice"
+                self.report.violation("I4", why, rollout=row["rollout_id"])
+            seen.add(row["rollout_id"])
+            groups[row["group_id"]].append(row)
+            found = self._rollout(plan, row, source)
+            n_tokens = n_tokens + found if found is not None and n_tokens is not None else None
+        for rows in groups.values():
+            self._group(plan, rows)
+        if step is not None and n_tokens is not None:
+            what = f"step {step['step']}: trained tokens of its plan (record {plan.n})"
+            self.report.differ("I4", what, step["n_tokens"], n_tokens)
+
+    def _rollout(self, plan: Record, row: Row, source: Sources) -> int | None:
+        """Trained tokens of one planned rollout; None if that cannot be told."""
+        who = row["rollout_id"]
+        try:
+            self._reward(plan, row, source)
+            segments = segments_of(source, row)
+            self._routing(row, segments, source)
+        except Retired:
+            self.report.retired += 1
+            return None
+        except MoltError as error:
+            self._refused(error, who)
+            return None
+        self._identity(row, segments)
+        self._versions(plan, row, segments, source)
+        if row["decision"] == "baseline_only":
+            return 0
+        step, max_lag = plan.header["step"], plan.header["max_lag"]
+        try:
+            return sum(int(s.mask.sum()) for s in sequences_of(row, segments, step, max_lag))
+        except MoltError as error:
+            self._refused(error, who)
+            return None
+
+    def _refused(self, error: MoltError, who: str) -> None:
+        if not isinstance(error, OSError):
+            refused(self.report, error, who)
+        elif str(error) not in self._damaged:  # one commit holds the rows of many rollouts
+            self._damaged.add(str(error))
+            self.report.violation("I6", str(error), rollout=who)
+
+    def _identity(self, row: Row, segments: Mapping[int, PlannedSegment]) -> None:
+        """I1: the chains are the ones that were planned."""
+        if row["chain_digest"] is None or not segments:
+            return
+        own = chain_digest([segments[t].row["digest"] for t in tips(segments)])
+        what = f"{row['rollout_id']}: tokens, masks, logprobs and versions as they were planned"
+        self.report.differ("I1", what, row["chain_digest"], own, rollout=row["rollout_id"])
+
+    def _versions(
+        self, plan: Record, row: Row, segments: Mapping[int, PlannedSegment], source: Sources
+    ) -> None:
+        """I2: each version was published before the plan, in its lineage; lag as recorded."""
+        who, step = row["rollout_id"], plan.header["step"]
+        known = self._policies(plan, row, source)
+        versions = []
+        for number, segment in segments.items():
+            at = 0
+            for run in segment.row["version_runs"]:
+                versions.append(run["version"])
+                if (run["epoch"], run["version"]) not in known:
+                    newest = max(known, default=None)
+                    self.report.violation(
+                        "I2",
+                        f"sampled by {run['epoch']}.{run['version']}, which was not published in "
+                        f"this lineage before the plan of step {step} (record {plan.n})",
+                        rollout=who,
+                        segment=number,
+                        token=int((segment.row["sampled"] == 1).nonzero()[0][at]),
+                        expected=f"at most {newest[0]}.{newest[1]}" if newest else None,
+                        found=f"{run['epoch']}.{run['version']}",
+                    )
+                at += run["n"]
+        if not segments:
+            return
+        lag = (step - 1) - min(versions) if versions else None
+        self.report.differ("I2", f"{who}: its largest lag", row["lag_max"], lag, rollout=who)
+        limit = plan.header["max_lag"]
+        if row["decision"] == "train" and lag is not None and lag > limit:
+            why = f"trained at step {step} above the plan's max_lag"
+            self.report.violation("I2", why, rollout=who, expected=limit, found=lag)
+
+    def _policies(self, plan: Record, row: Row, source: Sources) -> set[Version]:
+        index = log_of(row)
+        if index:
+            key = (plan.epoch, index)
+            if key not in self._foreign:
+                records = source.log(index).records()
+                rows = [r.rows[0] for r in records if r.kind == "policy"]
+                self._foreign[key] = {(r["epoch"], r["version"]) for r in rows}
+            return self._foreign[key]
+        lineage = lineage_of(self.facts.epochs, plan.epoch)
+        return {v for v, n in self.facts.policies.items() if n < plan.n and lineage.holds(n)}
+
+    def _reward(self, plan: Record, row: Row, source: Sources) -> None:
+        """The planned reward is the weighted sum of the rows that it names."""
+        config = self.facts.config(plan.epoch)
+        weights, total = setting(config, "reward.weights", {}), 0.0
+        for ref in row["reward_refs"]:
+            reward = source.row(Ref(**ref))
+            named = {"rollout": row["rollout_id"], "segment": reward["segment"]}
+            owner = (row["rollout_id"], row["attempt"])
+            found = (reward["rollout_id"], reward["attempt"])
+            self.report.differ("I1", "owner of a planned reward", owner, found, **named)
+            value = math.nan if reward["value"] is None else reward["value"]
+            total += weights.get(reward["name"], 1.0) * value
+        if row["reward"] is not None and row["reward_refs"]:
+            what = f"{row['rollout_id']}: its reward at step {plan.header['step']}"
+            named = {"rollout": row["rollout_id"]}
+            self.report.differ("I1", what, row["reward"], total, **named)
+
+    def _group(self, plan: Record, rows: list[Row]) -> None:
+        """The planned advantages are those of the planned rewards."""
+        if self.advantages is None:
+            return
+        name = plan.header["algorithm"].partition("/")[0]
+        scale = bool(setting(self.facts.config(plan.epoch), "algo.std_normalize", False))
+        member = [r["in_baseline"] for r in rows]
+        values = self.advantages([r["reward"] for r in rows], member, name, scale)
+        for row, value in zip(rows, values, strict=True):
+            found = value if row["in_baseline"] else 0.0
+            what = f"{row['rollout_id']}: its advantage at step {plan.header['step']}"
+            named = {"rollout": row["rollout_id"]}
+            self.report.differ("I1", what, float(row["advantage"]), float(found), **named)
+
+    def _routing(self, row: Row, segments: Mapping[int, PlannedSegment], source: Sources) -> None:
+        """Planned expert choices are of this attempt and within its chain."""
+        refs = {Ref(**ref) for b in row["branches"] for ref in b["refs"]}
+        for found in (r for r in map(source.row, sorted(refs)) if "experts" in r):
+            named = {"rollout": row["rollout_id"], "segment": found["segment"]}
+            owner, who = (
+                (row["rollout_id"], row["attempt"]),
+                (found["rollout_id"], found["attempt"]),
+            )
+            if self.report.differ("I3", "owner of planned routing", owner, who, **named):
+                continue
+            segment = segments.get(found["segment"])
+            end = segment.keep + segment.n_tokens if segment else 0
+            last = found["start"] + found["n"]
+            if last > end:
+                why = "planned routing reaches beyond the end of its chain"
+                named["token"] = end
+                self.report.violation("I3", why, expected=end, found=last, **named)
