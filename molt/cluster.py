@@ -117,7 +117,7 @@ class Cluster:
                     self.epoch,
                     self.config,
                     self.model_folder,
-                    engine,
+                    [engine],
                     self._output(f"worker-{i}"),
                 )
             )

@@ -52,12 +52,23 @@ class DataConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentConfig:
-    """Who answers: an `Env` class, "package.module:Class", and how it is run."""
+    """Who plays: an `Env` or a `ChatAgent` class, "package.module:Class", and how it is run."""
 
     env: str
     workers: int = 1
     deadline_s: float = 120.0
-    """A rollout that takes longer fails with reason "deadline"."""
+    """A rollout that takes longer ends as truncated, with reason "deadline"."""
+    max_turns: int = 64
+    """Replies of an Env's rollout; one that wants more ends as truncated."""
+    partial_tokens: int = 512
+    """A reply that grows longer is appended in pieces of so many tokens: what an engine or worker
+    that dies can lose."""
+    engine_wait_s: float = 300.0
+    """How long rollouts wait for the replacement of a lost engine."""
+    tool_parser: str = ""
+    """vLLM's name; empty = chosen by the chat template, "none" = calls stay text."""
+    reasoning_parser: str = ""
+    """vLLM's name; empty = chosen by the chat template, "none" = reasoning is content."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -268,6 +279,8 @@ def validate(config: Config) -> None:
         (config.checkpoint.keep >= 1, "checkpoint.keep must be at least 1"),
         (config.train.lr >= 0, f"train.lr is {config.train.lr}; 0 or more"),
         (config.agent.workers >= 1, "agent.workers must be at least 1"),
+        (config.agent.max_turns >= 1, "agent.max_turns must be at least 1"),
+        (config.agent.partial_tokens >= 1, "agent.partial_tokens must be at least 1"),
         (
             config.train.routing in ("off", "replay", "freeze"),
             f"train.routing is '{config.train.routing}'; off, replay or freeze",

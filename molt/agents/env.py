@@ -22,7 +22,7 @@ class Reply:
     text: str
     """The sampled tokens as text, without special tokens."""
     finish_reason: str
-    """"stop", "length" or "abort"."""
+    """"stop", "length", "tool_calls" or "abort"."""
     n_tokens: int
 
 
@@ -31,14 +31,21 @@ class Turn:
     """What the environment says to a reply."""
 
     rewards: dict[str, float | None] = field(default_factory=dict)
-    """Name -> value; None = cannot be scored; NaN fails the rollout."""
+    """Name -> value; None = cannot be scored; NaN fails the rollout. With `done` they are rewards
+    of the whole rollout, before of this turn; `reward.sum_turns` adds the latter to the former."""
     done: bool = True
     messages: Messages = field(default_factory=list)
-    """What comes next if the rollout is not done."""
+    """What comes next if the rollout is not done: tool results as text, the user's next words."""
+    pending: bool = False
+    """With `done`: the rollout closes when its first reward arrives, see `molt.relabel`."""
 
 
 class Env(abc.ABC):
     """Subclass this for an agent. Both methods may also be `async`."""
+
+    resumable = False
+    """True if a new instance that is asked and told the same says the same: after the loss of its
+    worker the rollout then goes on from the recorded replies instead of from the prompt."""
 
     @abc.abstractmethod
     def reset(self, prompt: dict[str, Any]) -> Messages:

@@ -12,7 +12,7 @@ import asyncio
 import contextlib
 import os
 import time
-from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -109,12 +109,12 @@ class Engine:
         prompt_ids: list[int],
         sampling: Sampling,
         every: int = 0,
-        grammar: Mapping[str, Any] | None = None,
+        grammar: Any = None,
     ) -> AsyncIterator[Completion]:
         """Sample one completion, handed out as it grows; waits while the engine is paused.
 
         A piece comes at every pause, after `every` new tokens (0 = never), and at the end; the
-        last one, and no other, says how it ended. grammar: arguments of vLLM's structured outputs.
+        last one, and no other, says how it ended. grammar: vLLM's StructuredOutputsParams.
         When the generator is closed the request is aborted.
 
         `routing_start`: first position whose experts are wanted, if the engine captures them.

@@ -8,7 +8,7 @@ hands over a new handle, and whoever waits goes on with that.
 import asyncio
 import contextlib
 from collections import Counter
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -34,7 +34,7 @@ class Generator(Protocol):
         prompt_ids: list[int],
         sampling: Sampling,
         every: int = 0,
-        grammar: Mapping[str, Any] | None = None,
+        grammar: Any = None,
     ) -> AsyncGenerator[Completion, None]: ...
 
 
@@ -52,7 +52,7 @@ class RayEngine:
         prompt_ids: list[int],
         sampling: Sampling,
         every: int = 0,
-        grammar: Mapping[str, Any] | None = None,
+        grammar: Any = None,
     ) -> AsyncGenerator[Completion, None]:
         """Raises what the engine raised; EngineError if its process is gone."""
         import ray

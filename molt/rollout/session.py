@@ -8,7 +8,6 @@ versions are the engine's own spans (I2); an outcome is durable after all that i
 
 import asyncio
 import dataclasses
-import json
 import secrets
 import time
 from collections import Counter
@@ -20,9 +19,10 @@ import numpy as np
 
 from molt.agents.types import ChatReply, ChatRequest, Choice
 from molt.rollout.engines import EngineSource, Generator
-from molt.rollout.grammar import grammar_of
-from molt.rollout.types import Assignment, Completion, join
-from molt.schemas.check import ROOT_DIGEST, chain_digest, segment_digest
+from molt.rollout.growing import Growing, make_segment
+from molt.rollout.resume import Recorded, Row, n_sampled, recorded_pieces
+from molt.rollout.types import Assignment, Completion, ended
+from molt.schemas.check import ROOT_DIGEST, chain_digest
 from molt.schemas.errors import (
     EngineError,
     Fenced,
@@ -30,10 +30,10 @@ from molt.schemas.errors import (
     SegmentRejected,
     WindowFull,
 )
-from molt.schemas.records import RewardRow, RolloutRow, Sampling, Segment, VersionRun, to_row
+from molt.schemas.records import RewardRow, RolloutRow, Sampling
 from molt.schemas.text import canonical_json
 from molt.store import Ticket, Writer
-from molt.store.branches import chain_length, tips
+from molt.store.branches import tips
 
 if TYPE_CHECKING:
     from molt.agents.capture import Capture, Placement
@@ -60,6 +60,8 @@ class Desk:
     """Tokens of prompt and completion together."""
     partial_tokens: int
     """Sampled tokens after which a segment is appended, finished or not."""
+    parses: tuple[bool, bool] = (False, False)
+    """Whether tool calls and whether reasoning are taken out of a reply's text."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,8 +125,13 @@ class _Sampled:
 class Session:
     """One rollout attempt. Not thread-safe: use it on the loop that it was made on."""
 
-    def __init__(self, desk: Desk, a: Assignment, deadline_s: float) -> None:
+    def __init__(
+        self, desk: Desk, a: Assignment, deadline_s: float, source: Sequence[Row] = ()
+    ) -> None:
+        """source: segments of an earlier attempt; what of them is not used again is regenerated."""
         self.desk, self.a = desk, a
+        self.recorded = Recorded(())
+        """Replies of an earlier attempt that are used again."""
         self.token = secrets.token_urlsafe(24)
         """Bearer secret of this attempt."""
         self.started = time.perf_counter()
@@ -136,15 +143,17 @@ class Session:
         if a.purpose == "eval":
             self.sampling = replace(self.sampling, temperature=0.0, top_p=1.0, top_k=0, min_p=0.0)
         self.links: dict[int, Link] = {}
-        self.counts: Counter[str] = Counter()
-        self.forks: Counter[str] = Counter()
+        self.counts: Counter[str] = Counter(regenerated=n_sampled(source))
         self.finish_reason = ""
         """Of the agent's last reply."""
+        self.full: WindowFull | None = None
+        """Its last request, if that did not fit the window."""
+        self.fatal: EngineError | Fenced | None = None
+        """What is not the rollout's fault, whatever the agent made of it: there is no outcome."""
         self._captures: dict[str, Capture] = {}
-        self._n_messages: dict[int, int] = {}
-        """Of the conversation that ends with this segment's reply."""
         self._calls: dict[str, list[_Call]] = {}
-        self._by_id: dict[str, tuple[_Call, int]] = {}
+        self._replies: dict[str, tuple[_Call, int]] = {}
+        """By id: the call, and the last segment of its first choice; in order of completion."""
         self._tickets: list[Ticket] = []
         self._ended = False
 
@@ -183,7 +192,7 @@ class Session:
 
     def delivered(self, reply_id: str) -> None:
         """The agent has got this reply: the same body without a retry mark is a new call."""
-        self._by_id[reply_id][0].delivered = True
+        self._replies[reply_id][0].delivered = True
 
     def count(self, request: ChatRequest) -> int:
         """Tokens of the prompt with which this request would be sampled."""
@@ -191,47 +200,66 @@ class Session:
 
     def plain(self, request: ChatRequest) -> bool:
         """Whether all text of a reply is content, so that it may be shown as it grows."""
-        return self.desk.parser.is_plain(request) and grammar_of(request) is None
+        tools, reasoning = self.desk.parses
+        called = tools and bool(request.tools) and request.tool_choice != "none"
+        return not (reasoning or called) and self._grammar(request) is None
 
-    def segment_of(self, reply_id: str) -> int:
-        """The last segment of the first choice of a reply; KeyError for an unknown id."""
-        return self._by_id[reply_id][1]
+    def segment_of(self, which: int | str) -> int:
+        """Last segment of a reply of the agent's policy, by its number or id; SegmentRejected."""
+        replies = {k: v for k, v in self._replies.items() if self._counts(self.links[v[1]])}
+        found = list(replies.values())[which:][:1] if isinstance(which, int) else []
+        if isinstance(which, str) and which in replies:
+            found = [replies[which]]
+        if not found:
+            raise SegmentRejected(
+                f"{self.a.rollout_id}: a reward for reply {which!r} of {len(replies)}: {[*replies]}"
+            )
+        return found[0][1]
 
     async def _answer(self, call: _Call, request: ChatRequest) -> ChatReply:
         capture = self._capture(request.role)
         placement = capture.place(request)
         if len(placement.prompt_ids) >= self.desk.window:
-            raise WindowFull(
+            self.full = WindowFull(
                 f"{self.a.rollout_id}: a prompt of {len(placement.prompt_ids)} tokens in a window "
                 f"of {self.desk.window}; shorten it or raise engine.max_model_len"
             )
+            raise self.full
         tasks = [
             asyncio.create_task(self._choice(call, request, placement, index))
             for index in range(request.n)
         ]
         try:
             sampled = await asyncio.gather(*tasks)
-        except BaseException:
+        except BaseException as error:
             for task in tasks:
                 task.cancel()
+            if isinstance(error, EngineError | Fenced) and not isinstance(error, RequestRefused):
+                self.fatal = error
             raise
         # From here to the end nothing is awaited: a call is accepted whole or not at all.
         for one in sampled:
             capture.accept(placement, one.pieces, one.choice.reply, one.choice.finish_reason)
-            self._n_messages[one.choice.segment] = len(request.messages) + 1
         self.counts["calls"] += 1
-        if placement.reason is not None:
-            self.forks[placement.reason] += 1
         if request.role == "agent":
-            self.finish_reason = sampled[0].choice.finish_reason
+            self.finish_reason, self.full = sampled[0].choice.finish_reason, None
         reply = ChatReply(
             id=f"chatcmpl-{secrets.token_hex(12)}",
             choices=tuple(one.choice for one in sampled),
             n_prompt=len(placement.prompt_ids),
             n_cached=sampled[0].n_cached,
         )
-        self._by_id[reply.id] = (call, reply.choices[0].segment)
+        self._replies[reply.id] = (call, reply.choices[0].segment)
         return reply
+
+    def _grammar(self, request: ChatRequest) -> Any:
+        """What the request forces on the engine; tokens sampled under it are never trained."""
+        if request.tool_choice not in ("auto", "none") and not self.desk.parses[0]:
+            raise RequestRefused(f"tool_choice {request.tool_choice!r} needs agent.tool_parser")
+        try:
+            return self.desk.parser.grammar(request)
+        except (ValueError, TypeError, KeyError) as error:
+            raise RequestRefused(f"response_format or tool_choice: {error}") from error
 
     def _capture(self, role: str) -> "Capture":
         """Conversations of side models are kept apart: the fold knows the agent's chains alone."""
@@ -243,8 +271,8 @@ class Session:
         self, call: _Call, request: ChatRequest, placement: "Placement", index: int
     ) -> _Sampled:
         """Sample one reply and append its segments as it grows."""
-        grammar = grammar_of(request)
-        growing = _Growing(self, request, placement, grammar is not None)
+        grammar = self._grammar(request)
+        growing = Growing(self, request, placement, grammar is not None)
         every = 1 if call.listeners else self.desk.partial_tokens
         async for piece, engine_id in self._pieces(placement.prompt_ids, growing, every, grammar):
             growing.add(piece, engine_id)
@@ -257,16 +285,22 @@ class Session:
     async def _pieces(
         self,
         prompt_ids: Sequence[int],
-        growing: "_Growing",
+        growing: Growing,
         every: int,
-        grammar: Mapping[str, Any] | None,
+        grammar: Any,
     ) -> AsyncIterator[tuple[Completion, str]]:
-        """The engine's pieces; after the loss of an engine another one goes on behind them."""
+        """Recorded pieces, then the engine's; when one is lost another goes on behind them."""
+        for recorded, row in recorded_pieces(self.recorded.pop(prompt_ids)):
+            growing.source = row
+            self.counts["regenerated"] -= len(recorded.token_ids)
+            yield recorded, row["engine_id"]
+        growing.source = None
         while not growing.finish_reason:
-            engine = await self._engine()
-            sampling = replace(
-                growing.sampling, max_tokens=growing.sampling.max_tokens - len(growing.token_ids)
-            )
+            left = growing.sampling.max_tokens - len(growing.token_ids)
+            if left < 1:  # recorded under a higher limit
+                yield ended("length"), ""
+                return
+            engine, sampling = await self._engine(), replace(growing.sampling, max_tokens=left)
             self.counts["requests"] += 1
             request_id = f"{self.a.rollout_id}.{self.a.attempt}.{self.counts['requests'] - 1}"
             so_far = [*map(int, prompt_ids), *growing.token_ids]
@@ -281,21 +315,19 @@ class Session:
                 self.desk.engines.lost(engine, error)
 
     async def _engine(self) -> Generator:
-        """An engine; waiting for one does not count against the deadline."""
+        """An engine; the time spent waiting for one does not count against the deadline."""
         clock = asyncio.get_running_loop().time
-        began = clock()
-        engine = await self.desk.engines.get(self.a.rollout_id)
-        self.deadline += clock() - began
-        if self.timeout is not None:
-            self.timeout.reschedule(self.deadline)
-        return engine
+        began, deadline = clock(), self.deadline
+        self._set_timer(None)
+        try:
+            return await self.desk.engines.get(self.a.rollout_id)
+        finally:
+            self.deadline = max(self.deadline, deadline + clock() - began)
+            self._set_timer(self.deadline)
 
-    def new_messages(self, request: ChatRequest, placement: "Placement") -> list[Any]:
-        """The messages that the log has not got yet; after a fork or at a root, all of them."""
-        parent = placement.parent
-        if parent is None or placement.keep != chain_length(self.links, parent):
-            return list(request.messages)
-        return list(request.messages[self._n_messages.get(parent, 0) :])
+    def _set_timer(self, when: float | None) -> None:
+        if self.timeout is not None and not self.timeout.expired():
+            self.timeout.reschedule(when)
 
     def append(self, **columns: Any) -> int:
         """Append a segment of this attempt; returns its number."""
@@ -357,7 +389,7 @@ class Session:
             if ticket.done():
                 ticket.result()
         counted = {k: v for k, v in self.links.items() if self._counts(v)}
-        n_sampled = sum(s.n_sampled for s in counted.values())
+        sampled = sum(s.n_sampled for s in counted.values())
         n_all = sum(s.n_tokens for s in counted.values())
         regenerated = self.counts.pop("regenerated", 0)
         row = RolloutRow(
@@ -369,14 +401,12 @@ class Session:
             n_segments=len(counted),
             chain_digest=chain_digest([counted[t].digest for t in tips(counted)]),
             counts={
-                "sampled": n_sampled,
-                "context": n_all - n_sampled,
+                "sampled": sampled,
+                "context": n_all - sampled,
                 "regenerated": regenerated,
             },
             seconds=time.perf_counter() - self.started,
-            metrics=canonical_json(
-                {**self.counts, "forks": dict(self.forks), **(metrics or {})},
-            ),
+            metrics=canonical_json({**self.counts, "forks": self.forks, **(metrics or {})}),
         )
         await asyncio.wrap_future(self.desk.writer.append("rollouts", row))
 
@@ -388,6 +418,11 @@ class Session:
         for task in running:
             task.cancel()
         await asyncio.gather(*running, return_exceptions=True)
+
+    @property
+    def forks(self) -> Counter[str]:
+        """Replies that did not simply extend the rollout, by reason."""
+        return sum((c.forks for c in self._captures.values()), Counter())
 
     def _counts(self, link: Link) -> bool:
         """Segments of side models are recorded and are no part of the rollout's chains."""
@@ -405,136 +440,3 @@ def _retried(request: ChatRequest, known: Sequence[_Call]) -> _Call | None:
     if request.retry and known:
         return known[-1]
     return next((c for c in known if not c.waiting and not c.delivered), None)
-
-
-class _Growing:
-    """A reply while it is sampled: its pieces become segments, each the child of the last."""
-
-    def __init__(
-        self, session: Session, request: ChatRequest, placement: "Placement", forced: bool
-    ) -> None:
-        self.session, self.request, self.placement = session, request, placement
-        run = session.sampling
-        self.sampling = replace(
-            run,
-            max_tokens=min(run.max_tokens, request.max_tokens or run.max_tokens),
-            stop=tuple(dict.fromkeys((*run.stop, *request.stop))),
-        )
-        self.train_reason = _train_reason(session.a.purpose, request.role, self.sampling, forced)
-        self.rows: list[tuple[int, np.ndarray]] = []
-        self.token_ids: list[int] = []
-        self.finish_reason, self.n_cached = "", 0
-        self._parent, self._keep = placement.parent, placement.keep
-        self._context = np.asarray(placement.delta_ids, np.int32)
-        self._messages = session.new_messages(request, placement)
-        self._logprobs: list[np.ndarray] = []
-        self._waiting: list[Completion] = []
-        self._version: tuple[int, int] | None = None
-
-    def add(self, piece: Completion, engine_id: str) -> None:
-        """One more piece; appended when the engine paused, at the end, and after N tokens."""
-        if not self._logprobs:
-            self.n_cached = piece.n_cached
-        self._waiting.append(piece)
-        self.token_ids += piece.token_ids.tolist()
-        self._logprobs.append(piece.logprobs)
-        cut = piece.finish_reason == "partial"
-        n_waiting = sum(len(p.token_ids) for p in self._waiting)
-        if piece.finish_reason not in ("", "partial"):
-            self._end(engine_id)
-        elif n_waiting and (cut or n_waiting >= self.session.desk.partial_tokens):
-            self._append(join(self._waiting), "partial", engine_id)
-
-    def _end(self, engine_id: str) -> None:
-        whole = join(self._waiting)
-        desk = self.session.desk
-        self.text = desk.tokenizer.decode(self.token_ids, skip_special_tokens=True)
-        ids = np.array(self.token_ids, np.int32)
-        self.reply = desk.parser.parse(ids, self.text, self.request)
-        self.finish_reason = whole.finish_reason
-        if self.finish_reason == "stop" and self.reply.tool_calls:
-            self.finish_reason = "tool_calls"
-        self._messages.append(self.reply.message())
-        if len(whole.token_ids) or not self.rows:
-            self._append(whole, self.finish_reason, engine_id)
-
-    def _append(self, done: Completion, finish_reason: str, engine_id: str) -> None:
-        versions = [run[:2] for run in done.version_runs]
-        swapped = len({v for v in (self._version, *versions) if v is not None}) > 1
-        self._version = versions[-1] if versions else self._version
-        number = self.session.append(
-            parent=self._parent,
-            keep=self._keep,
-            context=self._context,
-            done=replace(done, finish_reason=finish_reason),
-            train_reason=self.train_reason,
-            sampling=self.sampling,
-            kv="recomputed" if swapped else None,
-            role=self.request.role,
-            engine_id=engine_id,
-            messages=self._messages,
-        )
-        own = np.concatenate([self._context, done.token_ids])
-        self.rows.append((number, own))
-        self._parent, self._keep = number, self._keep + len(own)
-        self._context, self._messages, self._waiting = np.zeros(0, np.int32), [], []
-
-    def choice(self, index: int) -> Choice:
-        return Choice(
-            index=index,
-            reply=self.reply,
-            text=self.text,
-            finish_reason=self.finish_reason,
-            token_ids=np.array(self.token_ids, np.int32),
-            logprobs=np.concatenate(self._logprobs),
-            segment=self.rows[-1][0],
-        )
-
-
-def _train_reason(purpose: str, role: str, sampling: Sampling, forced: bool) -> str | None:
-    """Why sampled tokens may not be trained; None if they may."""
-    if purpose != "train":
-        return f"purpose {purpose}"
-    if role != "agent":
-        return f"role {role}"
-    return "grammar" if forced else sampling.untrainable_reason()
-
-
-def make_segment(
-    a: Assignment,
-    number: int,
-    parent_digest: bytes,
-    *,
-    parent: int | None,
-    keep: int,
-    context: Sequence[int] | np.ndarray,
-    done: Completion,
-    train_reason: str | None,
-    sampling: Sampling,
-    messages: Sequence[Any],
-    **columns: Any,
-) -> Segment:
-    """The record of new context and what was sampled after it, with its digest."""
-    n_context, n_sampled = len(context), len(done.token_ids)
-    sampled = np.repeat(np.array([0, 1], np.uint8), [n_context, n_sampled])
-    segment = Segment(
-        group_id=a.group_id,
-        rollout_id=a.rollout_id,
-        attempt=a.attempt,
-        segment=number,
-        parent=parent,
-        keep=keep,
-        token_ids=np.concatenate([np.asarray(context, np.int32), done.token_ids]),
-        sampled=sampled,
-        train=np.zeros_like(sampled) if train_reason else sampled,
-        train_reason=train_reason,
-        logprobs=np.concatenate([np.zeros(n_context, np.float32), done.logprobs]),
-        version_runs=[VersionRun(epoch=e, version=v, n=n) for e, v, n in done.version_runs],
-        finish_reason=done.finish_reason,
-        stop_token=done.stop_token,
-        sampling=sampling,
-        messages=json.dumps(messages),
-        digest=b"",
-        **columns,
-    )
-    return replace(segment, digest=segment_digest(to_row(segment), parent_digest))

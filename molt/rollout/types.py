@@ -77,6 +77,17 @@ def join(pieces: Sequence[Completion]) -> Completion:
     )
 
 
+def ended(finish_reason: str) -> Completion:
+    """A last piece without tokens."""
+    return Completion(
+        token_ids=np.zeros(0, np.int32),
+        logprobs=np.zeros(0, np.float32),
+        version_runs=(),
+        finish_reason=finish_reason,
+        stop_token=None,
+    )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Assignment:
     """One rollout to play."""

@@ -6,7 +6,7 @@ Everything that depends on vLLM's version stands here and in its two plug-ins, `
 """
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -101,16 +101,16 @@ def sampling_params(
     sampling: Sampling,
     max_tokens: int,
     every: int = 0,
-    grammar: Mapping[str, Any] | None = None,
+    grammar: Any = None,
     routing_start: int = 0,
 ) -> "SamplingParams":
     """Every field that shapes the distribution is set, so no default of a model folder applies.
 
-    every: an output after this many tokens; 0 = one at the end. grammar: the keyword arguments of
-    vLLM's StructuredOutputsParams.
+    every: an output after this many tokens; 0 = one at the end. grammar: a
+    StructuredOutputsParams or None.
     """
     from vllm import SamplingParams
-    from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
+    from vllm.sampling_params import RequestOutputKind
 
     fields = {**asdict(sampling), "stop": list(sampling.stop), "max_tokens": max_tokens}
     return SamplingParams(
@@ -123,7 +123,7 @@ def sampling_params(
         detokenize=bool(sampling.stop),
         output_kind=RequestOutputKind.DELTA if every else RequestOutputKind.FINAL_ONLY,
         stream_interval=every or None,
-        structured_outputs=StructuredOutputsParams(**grammar) if grammar else None,
+        structured_outputs=grammar,
         skip_clone=True,
         routed_experts_prompt_start=routing_start,
     )

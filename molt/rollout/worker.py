@@ -1,73 +1,56 @@
-"""The rollout worker: plays agents against the engine and appends what happened.
+"""The rollout worker: plays agents against the engines and appends what happened.
 
-Its rows are durable before it reports a rollout as done (I6). Trained ids are the ids that the
-engine returned and nothing else (I1); versions are the engine's own spans (I2). A rollout that
-fails is a row with its reason; a dead engine is not the rollout's fault: it leaves no outcome, so
-the prompt is issued again.
+Its rows are durable before it reports a rollout as done (I6). Every call of the model goes through
+the rollout's `Session`, whichever kind of agent makes it. A rollout that fails is a row with its
+reason; a dead engine is not the rollout's fault: it waits for another one, and if none comes it
+leaves no outcome, so the prompt is issued again.
 """
 
 import asyncio
-import contextlib
-import functools
 import inspect
 import json
-import threading
-import time
-from collections.abc import Sequence
-from concurrent.futures import Future, InvalidStateError
-from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
 
-import numpy as np
-
-from molt.agents.env import Env, Messages, Reply, Turn, resolve
+from molt.agents.capture import Capture
+from molt.agents.chat import ChatAgent, Context
+from molt.agents.env import Env, Reply, resolve
+from molt.agents.guard import (
+    RolloutFailed,
+    agent_call,
+    checked_messages,
+    checked_turn,
+    run_agent,
+)
+from molt.agents.parse import ReplyParser, choose_parsers
+from molt.agents.render import Renderer
+from molt.agents.types import ChatRequest
 from molt.config import Config
 from molt.process import redirect_output
-from molt.rollout.types import Assignment, Completion
-from molt.schemas.check import chain_digest, segment_digest
-from molt.schemas.errors import ConfigError, EngineError, Fenced, RequestRefused, SegmentRejected
-from molt.schemas.records import (
-    RewardRow,
-    RolloutRow,
-    Sampling,
-    Segment,
-    VersionRun,
-    to_row,
+from molt.rollout.engines import EngineSource, Generator, RayEngine
+from molt.rollout.growing import make_segment
+from molt.rollout.resume import Recorded
+from molt.rollout.session import Desk, Session
+from molt.rollout.types import Assignment, Completion, join
+from molt.schemas.check import ROOT_DIGEST
+from molt.schemas.errors import (
+    ConfigError,
+    RequestRefused,
+    SegmentRejected,
+    TemplateError,
+    WindowFull,
 )
-from molt.schemas.text import canonical_json
-from molt.store import Log, Ticket
+from molt.schemas.records import Sampling, Segment
+from molt.store import Log
 
+__all__ = ["Assignment", "RayEngine", "RolloutWorker", "encode_prompt", "judge_segment"]
 
-class Generator(Protocol):
-    """An engine as the worker sees it."""
-
-    async def generate(
-        self, request_id: str, prompt_ids: list[int], sampling: Sampling
-    ) -> Completion: ...
-
-
-@dataclass(frozen=True, slots=True)
-class RayEngine:
-    """A Ray engine actor behind the `Generator` protocol."""
-
-    engine_id: str
-    actor: Any
-    epoch: int
-
-    async def generate(
-        self, request_id: str, prompt_ids: list[int], sampling: Sampling
-    ) -> Completion:
-        done = await self.actor.generate.remote(self.epoch, request_id, prompt_ids, sampling)
-        assert isinstance(done, Completion)
-        return done
-
-
-class RolloutFailed(Exception):
-    """Ends one rollout with a reason."""
+Outcome = tuple[str, str | None, Mapping[str, Any]]
+"""Status, reason and metrics of a rollout."""
 
 
 class RolloutWorker:
-    """Plays rollouts concurrently; one writer, one engine (Ray actor or plain object)."""
+    """Plays rollouts concurrently; one writer, all engines (Ray actors or plain objects)."""
 
     def __init__(
         self,
@@ -75,248 +58,195 @@ class RolloutWorker:
         epoch: int,
         config: Config,
         tokenizer_folder: str,
-        engine: RayEngine,
+        engines: Sequence[Generator],
         output: str | None = None,
     ) -> None:
         if output is not None:
             redirect_output(output)
         from transformers import AutoTokenizer
 
-        self.config, self.engine = config, engine
-        self.env_class = resolve(config.agent.env, "agent.env")
-        self.tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
-        self.writer = Log.open(log_path).writer(epoch, linger_s=config.log.linger_s)
+        self.config = config
+        self.agent = resolve(config.agent.env, "agent.env")
+        self.log = Log.open(log_path)
+        self.writer = self.log.writer(epoch, linger_s=config.log.linger_s)
+        tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
+        renderer = Renderer(tokenizer)
+        tools, thoughts, _ = choose_parsers(
+            renderer.template_text(),
+            config.agent.tool_parser or None,
+            config.agent.reasoning_parser or None,
+        )
+        self.desk = Desk(
+            writer=self.writer,
+            engines=EngineSource(engines, config.agent.engine_wait_s),
+            model=config.run.name or "policy",
+            tokenizer=tokenizer,
+            parser=ReplyParser(tokenizer, tools, thoughts),
+            new_capture=lambda: Capture(renderer),
+            sampling=config.sampling,
+            window=config.engine.max_model_len,
+            partial_tokens=config.agent.partial_tokens,
+            parses=(tools is not None, thoughts is not None),
+        )
+        self.sessions: dict[str, Session] = {}
+        """Rollouts that are being played, by bearer token: what the server looks them up in."""
+        self._serving: asyncio.Task[Any] | None = None
 
     async def play(self, assignments: Sequence[Assignment]) -> None:
         """Play rollouts to their end; returns when all outcomes are durable."""
         await asyncio.gather(*(self._play_one(a) for a in assignments))
 
+    async def replace_engine(self, engine: Generator) -> None:
+        """Use this handle from now on, for an engine that is new or was started again."""
+        self.desk.engines.replace(engine)
+
     def ready(self) -> bool:
         """True once the worker can play."""
         return True
 
-    def close(self) -> None:
-        """End this worker's log directory cleanly."""
-        self.writer.close()
+    async def close(self) -> None:
+        """Stop listening and end this worker's log directory cleanly."""
+        if self._serving is not None:
+            await (await self._serving).close()
+        await asyncio.to_thread(self.writer.close)
+
+    # -- one rollout ---------------------------------------------------------------------------
 
     async def _play_one(self, a: Assignment) -> None:
-        started = time.perf_counter()
-        rollout = _Rollout(a, self._sampling(a.purpose))
-        status, reason = "ok", None
+        rows = self.log.rows(a.source)
+        session = Session(self.desk, a, self.config.agent.deadline_s, rows)
+        if getattr(self.agent, "resumable", False):
+            session.recorded = Recorded(rows)
+        self.sessions[session.token] = session
         try:
-            async with asyncio.timeout(self.config.agent.deadline_s):
-                await self._turns(rollout)
-            if rollout.segments and rollout.segments[-1].finish_reason == "length":
-                status = "truncated"
-        except (Fenced, EngineError) as error:
-            if not isinstance(error, RequestRefused):
-                raise
-            status, reason = "failed", f"request: {error}"
+            status, reason, metrics = await self._outcome(session)
+        finally:
+            del self.sessions[session.token]
+            await session.close()
+        await session.finish(status, reason, metrics)
+
+    async def _outcome(self, session: Session) -> Outcome:
+        """Play; what is wrong with the rollout becomes its reason, anything else is raised."""
+        play = self._play_env
+        if inspect.isclass(self.agent) and issubclass(self.agent, ChatAgent):
+            play = self._play_chat
+        try:
+            async with asyncio.timeout_at(session.deadline) as session.timeout:
+                status, reason, metrics = await play(session)
+            session.timeout = None
+        except WindowFull as error:
+            return ("truncated" if session.links else "failed"), f"window: {error}", {}
+        except RequestRefused as error:
+            return "failed", f"request: {error}", {}
         except TimeoutError:
-            status, reason = "failed", f"deadline: {self.config.agent.deadline_s:g} s"
-        except SegmentRejected as error:
-            status, reason = "failed", f"rejected: {error}"
+            return "truncated", f"deadline: {self.config.agent.deadline_s:g} s", {}
+        except (SegmentRejected, TemplateError) as error:
+            return "failed", f"rejected: {error}", {}
         except RolloutFailed as error:
-            status, reason = "failed", str(error)
-        rollout.raise_if_not_written()
-        outcome = rollout.outcome(status, reason, time.perf_counter() - started)
-        await asyncio.wrap_future(self.writer.append("rollouts", outcome))
+            if session.fatal is not None:
+                raise session.fatal from error
+            if session.full is not None and session.links:
+                return "truncated", f"window: {session.full}", {}
+            return "failed", str(error), {}
+        if session.fatal is not None:
+            raise session.fatal
+        if status == "ok" and session.finish_reason == "length":
+            status, reason = "truncated", "length"
+        return status, reason, metrics
 
-    def _sampling(self, purpose: str) -> Sampling:
-        """Evaluation is greedy; everything else is the run's own."""
-        s = self.config.sampling
-        if purpose != "eval":
-            return s
-        return replace(s, temperature=0.0, top_p=1.0, top_k=0, min_p=0.0)
+    async def _play_env(self, session: Session) -> Outcome:
+        agent = self.config.agent
+        env: Env = await agent_call("agent.env", self.agent)
+        messages = checked_messages(await agent_call("reset", env.reset, session.a.prompt))
+        for _ in range(agent.max_turns):
+            reply = await session.chat(ChatRequest(messages=messages))
+            session.delivered(reply.id)
+            choice = reply.choices[0]
+            said = Reply(
+                text=choice.text,
+                finish_reason=choice.finish_reason,
+                n_tokens=len(choice.token_ids),
+            )
+            turn = checked_turn(await agent_call("step", env.step, said))
+            of = None if turn.done else choice.segment
+            for name, value in turn.rewards.items():
+                session.reward(name, value, segment=of, source=agent.env)
+            if turn.done:
+                return ("pending" if turn.pending else "ok"), None, {}
+            told = checked_messages(turn.messages, "step")
+            messages = [*messages, choice.reply.message(), *told]
+        return "truncated", f"max_turns: {agent.max_turns}", {}
 
-    async def _turns(self, rollout: "_Rollout") -> None:
-        env: Env = await _agent_call("agent.env", self.env_class)
-        messages = checked_messages(await _agent_call("reset", env.reset, rollout.a.prompt))
-        prompt_ids = render(self.tokenizer, messages)
-        done = await self.engine.generate(rollout.request_id, prompt_ids, rollout.sampling)
-        text = self.tokenizer.decode(done.token_ids, skip_special_tokens=True)
-        wire = [*messages, {"role": "assistant", "content": text}]
-        segment = rollout.segment(prompt_ids, done, wire, self.engine.engine_id)
-        rollout.tickets.append(self.writer.append("segments", segment))
-        rollout.segments.append(segment)
-        reply = Reply(text=text, finish_reason=done.finish_reason, n_tokens=len(done.token_ids))
-        turn = checked_turn(await _agent_call("step", env.step, reply))
-        for name, value in turn.rewards.items():
-            reward = rollout.reward(name, value, self.config.agent.env)
-            rollout.tickets.append(self.writer.append("rewards", reward))
-        if not turn.done:
-            raise RolloutFailed("the environment wants a second turn; this release plays one")
+    async def _play_chat(self, session: Session) -> Outcome:
+        a, agent = session.a, self.config.agent
+        context = Context(
+            base_url=await self._base_url(),
+            api_key=session.token,
+            model=self.desk.model,
+            prompt=a.prompt,
+            label=a.prompt.get("label"),
+            sampling=session.sampling,
+            deadline_s=agent.deadline_s,
+            rollout_id=a.rollout_id,
+            attempt=a.attempt,
+            purpose=a.purpose,
+        )
+        result = await run_agent(cast(type[ChatAgent], self.agent), context)
+        for name, value in result.rewards.items():
+            session.reward(name, value, source=agent.env)
+        for which, rewards in result.turns.items():
+            for name, value in rewards.items():
+                session.reward(name, value, segment=session.segment_of(which), source=agent.env)
+        return result.status, result.reason, result.metrics
 
+    async def _base_url(self) -> str:
+        """Of the server, which is started when the first ChatAgent needs it."""
+        if self._serving is None:
+            from molt.agents.server import serve
 
-def render(tokenizer: Any, messages: Messages) -> list[int]:
-    """The prompt's ids: the template is applied once, and never to a sampled reply."""
-    try:
-        text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-        ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
-    except Exception as error:
-        raise RolloutFailed(f"chat template: {type(error).__name__}: {error}") from error
-    return ids
+            self._serving = asyncio.create_task(serve(self.sessions))
+        return str((await self._serving).base_url)
 
 
 async def encode_prompt(config: Config, tokenizer: Any, prompt: dict[str, Any]) -> list[int]:
-    """The ids with which a rollout of `prompt` opens; ConfigError if the agent fails on it."""
-    env_class = resolve(config.agent.env, "agent.env")
+    """The ids with which a rollout of `prompt` opens; ConfigError if the agent fails on it.
+
+    What a ChatAgent will say is not known before it runs: the prompt's JSON stands for it.
+    """
+    agent = resolve(config.agent.env, "agent.env")
+    messages = [{"role": "user", "content": json.dumps(prompt)}]
     try:
         async with asyncio.timeout(config.agent.deadline_s):
-            env = await _agent_call("agent.env", env_class)
-            messages = checked_messages(await _agent_call("reset", env.reset, prompt))
-            return render(tokenizer, messages)
+            if not (inspect.isclass(agent) and issubclass(agent, ChatAgent)):
+                env = await agent_call("agent.env", agent)
+                messages = checked_messages(await agent_call("reset", env.reset, prompt))
+            renderer = Renderer(tokenizer)
+            return renderer.encode(renderer.render(messages, generate=True))
     except TimeoutError:
         raise ConfigError(
             f"{config.agent.env} did not open prompt {prompt} in {config.agent.deadline_s:g} s"
         ) from None
-    except RolloutFailed as error:
+    except (RolloutFailed, TemplateError) as error:
         raise ConfigError(f"{config.agent.env} cannot open prompt {prompt}: {error}") from error
 
 
 def judge_segment(k: int, context: list[int], pieces: Sequence[Completion]) -> Segment:
     """The probe's record: `context`, then what the engine sampled after it, never trained."""
-    whole = Completion(
-        token_ids=np.concatenate([p.token_ids for p in pieces]),
-        logprobs=np.concatenate([p.logprobs for p in pieces]),
-        version_runs=tuple(run for p in pieces for run in p.version_runs),
-        finish_reason=pieces[-1].finish_reason,
-        stop_token=pieces[-1].stop_token,
-    )
-    sampling = Sampling(max_tokens=len(whole.token_ids))
+    whole = join(pieces)
     a = Assignment(
         group_id=f"judge-{k}", rollout_id=f"judge-{k}/0", attempt=0, purpose="judge", prompt={}
     )
-    return replace(_Rollout(a, sampling).segment(context, whole, [], "engine-0"), role="frozen")
-
-
-async def _agent_call(what: str, call: Any, *args: Any) -> Any:
-    """Run the user's code off the event loop; whatever it raises is the rollout's reason."""
-    try:
-        if inspect.iscoroutinefunction(call):
-            return await call(*args)
-        return await in_thread(call, *args)
-    except (Exception, SystemExit, KeyboardInterrupt) as error:
-        raise RolloutFailed(f"agent {what}: {type(error).__name__}: {error}") from error
-
-
-async def in_thread(call: Any, *args: Any) -> Any:
-    """A call in a daemon thread of its own: one that hangs keeps nobody waiting, nor the exit."""
-    future: Future[Any] = Future()
-
-    def run() -> None:
-        try:
-            result = call(*args)
-        except BaseException as error:
-            outcome = functools.partial(future.set_exception, error)
-        else:
-            outcome = functools.partial(future.set_result, result)
-        with contextlib.suppress(InvalidStateError):  # the deadline has cancelled it meanwhile
-            outcome()
-
-    threading.Thread(target=run, name="molt-agent", daemon=True).start()
-    return await asyncio.wrap_future(future)
-
-
-def checked_messages(messages: Any) -> Messages:
-    """What `reset` returned, if it can be rendered and recorded; RolloutFailed if not."""
-    if not isinstance(messages, list) or not all(isinstance(m, dict) for m in messages):
-        raise RolloutFailed(f"agent reset returned {messages!r:.200}, not a list of message dicts")
-    if not messages:
-        raise RolloutFailed("agent reset returned no messages")
-    try:
-        json.dumps(messages, allow_nan=False)
-    except (TypeError, ValueError) as error:
-        raise RolloutFailed(f"agent messages are not JSON: {error}") from None
-    return messages
-
-
-def checked_turn(turn: Any) -> Turn:
-    """What `step` returned, if it is a Turn with named rewards; RolloutFailed if not."""
-    if not isinstance(turn, Turn):
-        raise RolloutFailed(f"agent step returned {turn!r:.200}, not a Turn")
-    if not isinstance(turn.rewards, dict) or not all(isinstance(k, str) for k in turn.rewards):
-        raise RolloutFailed(f"agent rewards are {turn.rewards!r:.200}, not a dict of name -> value")
-    return turn
-
-
-class _Rollout:
-    """The record of one rollout while it is played."""
-
-    def __init__(self, a: Assignment, sampling: Sampling) -> None:
-        self.a, self.sampling = a, sampling
-        self.segments: list[Segment] = []
-        self.tickets: list[Ticket] = []
-
-    @property
-    def request_id(self) -> str:
-        return f"{self.a.rollout_id}.{self.a.attempt}.{len(self.segments)}"
-
-    def segment(
-        self, prompt_ids: list[int], done: Completion, wire: Messages, engine_id: str
-    ) -> Segment:
-        """The segment of the first turn: all of the prompt is new context."""
-        n_context, n_sampled = len(prompt_ids), len(done.token_ids)
-        sampled = np.repeat(np.array([0, 1], np.uint8), [n_context, n_sampled])
-        reason = self._train_reason()
-        segment = Segment(
-            group_id=self.a.group_id,
-            rollout_id=self.a.rollout_id,
-            attempt=self.a.attempt,
-            segment=len(self.segments),
-            parent=None,
-            keep=0,
-            token_ids=np.concatenate([np.array(prompt_ids, np.int32), done.token_ids]),
-            sampled=sampled,
-            train=np.zeros_like(sampled) if reason else sampled,
-            train_reason=reason,
-            logprobs=np.concatenate([np.zeros(n_context, np.float32), done.logprobs]),
-            version_runs=[VersionRun(epoch=e, version=v, n=n) for e, v, n in done.version_runs],
-            finish_reason=done.finish_reason,
-            stop_token=done.stop_token,
-            sampling=self.sampling,
-            kv="recomputed" if len(done.version_runs) > 1 else None,
-            engine_id=engine_id,
-            messages=json.dumps(wire),
-            digest=b"",
-        )
-        return replace(segment, digest=segment_digest(to_row(segment)))
-
-    def raise_if_not_written(self) -> None:
-        """An outcome must not name rows that were lost: a full disk stops the run instead."""
-        for ticket in self.tickets:
-            if ticket.done():
-                ticket.result()
-
-    def _train_reason(self) -> str | None:
-        if self.a.purpose != "train":
-            return f"purpose {self.a.purpose}"
-        return self.sampling.untrainable_reason()
-
-    def reward(self, name: str, value: float | None, source: str) -> RewardRow:
-        number = isinstance(value, int | float | np.number) and not isinstance(value, bool)
-        if value is not None and not number:
-            raise RolloutFailed(f"agent reward '{name}' is {value!r}, not a number or None")
-        return RewardRow(
-            rollout_id=self.a.rollout_id,
-            attempt=self.a.attempt,
-            name=name,
-            value=None if value is None else float(value),
-            source=source,
-        )
-
-    def outcome(self, status: str, reason: str | None, seconds: float) -> RolloutRow:
-        n_sampled = sum(int(s.sampled.sum()) for s in self.segments)
-        n_all = sum(len(s.token_ids) for s in self.segments)
-        return RolloutRow(
-            group_id=self.a.group_id,
-            rollout_id=self.a.rollout_id,
-            attempt=self.a.attempt,
-            status=status,
-            reason=reason,
-            n_segments=len(self.segments),
-            chain_digest=chain_digest([s.digest for s in self.segments]),
-            counts={"sampled": n_sampled, "context": n_all - n_sampled, "regenerated": 0},
-            seconds=seconds,
-            metrics=canonical_json({}),
-        )
+    return make_segment(
+        a,
+        0,
+        ROOT_DIGEST,
+        parent=None,
+        keep=0,
+        context=context,
+        done=whole,
+        train_reason="purpose judge",
+        sampling=Sampling(max_tokens=len(whole.token_ids)),
+        messages=[],
+        role="frozen",
+        engine_id="engine-0",
+    )

@@ -1,6 +1,7 @@
 """I1 in a real run: every trained id, mask and logprob is what the engine returned, bit for bit."""
 
 import asyncio
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,9 @@ from tiny import Rig, load, perturb, tiny_tied_llama
 from molt.config import load as load_config
 from molt.planning import plan_group, plan_header
 from molt.replay.assemble import assemble
-from molt.rollout.types import Completion
+from molt.rollout.types import Completion, join
 from molt.rollout.worker import Assignment, RolloutWorker
-from molt.schemas.records import Sampling, to_row
+from molt.schemas.records import to_row
 from molt.store import Log
 from molt.store.fold import COLUMNS, STREAMS, Fold
 
@@ -32,12 +33,14 @@ class Recording:
     routing: None = None
     seen: dict[str, tuple[list[int], Completion]] = field(default_factory=dict)
 
-    async def generate(
-        self, request_id: str, prompt_ids: list[int], sampling: Sampling
-    ) -> Completion:
-        done = await self.rig.engine.generate(1, request_id, prompt_ids, sampling)
-        self.seen[request_id] = (list(prompt_ids), done)
-        return done
+    async def pieces(
+        self, request_id: str, prompt_ids: list[int], *rest: Any
+    ) -> AsyncGenerator[Completion, None]:
+        found = []
+        async for piece in self.rig.engine.pieces(1, request_id, prompt_ids, *rest):
+            found.append(piece)
+            yield piece
+        self.seen[request_id] = (list(prompt_ids), join(found))
 
 
 def test_what_is_trained_is_what_was_sampled(tmp_path: Path) -> None:
@@ -53,12 +56,12 @@ def test_what_is_trained_is_what_was_sampled(tmp_path: Path) -> None:
         model = load(folder)
         rig.run(rig.refit(model, 0))
         recording = Recording(rig)
-        worker = RolloutWorker(str(log.path), 1, config, folder, recording)
+        worker = RolloutWorker(str(log.path), 1, config, folder, [recording])
         with log.writer() as w:
             for k in range(2):
                 w.append("prompts", make.prompt(k, n=3))
         rig.run(play_across_a_refit(rig, worker, model))
-        worker.close()
+        rig.run(worker.close())
     finally:
         rig.close()
     log.control.put("policy", [make.policy(1, 1)])

@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 
 from molt.agents.env import Env, Messages, Reply, Turn
-from molt.config import load
-from molt.rollout.worker import (
+from molt.agents.guard import (
     RolloutFailed,
     checked_messages,
     checked_turn,
-    encode_prompt,
     in_thread,
 )
+from molt.config import load
+from molt.rollout.worker import encode_prompt
 from molt.schemas.errors import ConfigError
 
 DEMO = Path(__file__).parents[2] / "molt" / "recipes" / "demo.toml"

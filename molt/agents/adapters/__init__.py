@@ -1,0 +1,1 @@
+"""Environments and rewards of other libraries; each file imports its library when it is used."""

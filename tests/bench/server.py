@@ -1,0 +1,241 @@
+"""What the server adds to a turn: HTTP, wire, session, capture, log; a stub stands for the engine.
+
+The stub sleeps and returns tokens, so that the server is what is measured; everything else is real:
+sockets, both processes, template, tokenizer, the log's writer. Overhead = what the client waited
+minus what the stub took. Prints tables; asserts no time.
+
+    python tests/bench/server.py            # a minute on two cores
+    python tests/bench/server.py --profile  # where the server's time goes
+"""
+
+import argparse
+import asyncio
+import cProfile
+import json
+import multiprocessing
+import pstats
+import random
+import sys
+import tempfile
+import time
+from collections.abc import AsyncGenerator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+ROLLOUTS, TURNS = 64, 12
+DELTA_WORDS, REPLY_TOKENS = 60, 64
+LONG_TURNS, LONG_REPLY = 200, 80
+
+
+class StubEngine:
+    """Sleeps as long as it is told and samples letters; keeps how long each call took."""
+
+    engine_id = "stub"
+
+    def __init__(self, delay_s: tuple[float, float], n: int) -> None:
+        self.delay_s, self.n, self.random = delay_s, n, random.Random(0)
+        self.took: dict[str, float] = {}
+
+    async def pieces(
+        self,
+        request_id: str,
+        prompt_ids: list[int],
+        sampling: Any,
+        every: int = 0,
+        grammar: Any = None,
+    ) -> AsyncGenerator[Any, None]:
+        from molt.rollout.types import Completion
+
+        started = time.perf_counter()
+        if self.delay_s[1]:
+            await asyncio.sleep(self.random.uniform(*self.delay_s))
+        ids = np.array([self.random.randrange(64, 90) for _ in range(self.n)], np.int32)
+        done = Completion(
+            token_ids=ids,
+            logprobs=np.full(self.n, -1.0, np.float32),
+            version_runs=((1, 0, self.n),),
+            finish_reason="stop",
+            stop_token=int(ids[-1]),
+        )
+        self.took[request_id] = time.perf_counter() - started
+        yield done
+
+
+def serve_forever(
+    folder: str, pipe: Any, delay_s: tuple[float, float], n: int, profile: bool
+) -> None:
+    """The server's process: sessions with real captures and a real log."""
+    asyncio.run(_serve(folder, pipe, delay_s, n, profile))
+
+
+async def _serve(
+    folder: str, pipe: Any, delay_s: tuple[float, float], n: int, profile: bool
+) -> None:
+    import chats
+    import factories as make
+    from transformers import PreTrainedTokenizerFast
+
+    from molt.agents.capture import Capture
+    from molt.agents.parse import ReplyParser
+    from molt.agents.render import Renderer
+    from molt.agents.server import serve
+    from molt.rollout.engines import EngineSource
+    from molt.rollout.session import Desk, Session
+    from molt.rollout.types import Assignment
+    from molt.schemas.records import Sampling
+    from molt.store import Log
+
+    log = Log.create(Path(folder), run_id="bench")
+    make.open_epoch(log)
+    log.control.put("policy", [make.policy(1, 0)])
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=chats.own_tokenizer(), eos_token="<|im_end|>", chat_template=chats.PLAIN
+    )
+    engine, renderer = StubEngine(delay_s, n), Renderer(tokenizer)
+    desk = Desk(
+        writer=log.writer(1, linger_s=0.5),
+        engines=EngineSource([engine], wait_s=1),
+        model="bench",
+        tokenizer=tokenizer,
+        parser=ReplyParser(tokenizer, None, None),
+        new_capture=lambda: Capture(renderer),
+        sampling=Sampling(max_tokens=4096),
+        window=1 << 20,
+        partial_tokens=1 << 20,
+    )
+    sessions = []
+    for i in range(ROLLOUTS):
+        a = Assignment(
+            group_id=f"train-{i}", rollout_id=f"train-{i}/0", attempt=0, purpose="train", prompt={}
+        )
+        sessions.append(Session(desk, a, 3600))
+    running = await serve({s.token: s for s in sessions})
+    pipe.send((running.port, [s.token for s in sessions]))
+    profiler = cProfile.Profile()
+    if profile:
+        profiler.enable()
+    await asyncio.get_running_loop().run_in_executor(None, pipe.recv)
+    profiler.disable()
+    forks = sum(sum(s.forks.values()) for s in sessions)
+    for session in sessions:
+        await session.finish("ok")
+    await running.close()
+    desk.writer.close()
+    if profile:
+        pstats.Stats(profiler).sort_stats("tottime").print_stats(35)
+    pipe.send((engine.took, forks))
+
+
+class Client:
+    """One agent on one connection: as little client as possible."""
+
+    def __init__(self, port: int, token: str) -> None:
+        self.port, self.token = port, token
+        self.messages: list[dict[str, Any]] = []
+        self.head = (
+            f"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {token}\r\n"
+        )
+
+    async def turn(self, words: str) -> tuple[float, int]:
+        """(seconds, bytes sent) of one turn; the reply is echoed in the next one."""
+        if not self.messages:
+            self.reader, self.writer = await asyncio.open_connection("127.0.0.1", self.port)
+        self.messages.append({"role": "user", "content": words})
+        body = msgspec.json.encode({"model": "m", "messages": self.messages})
+        started = time.perf_counter()
+        self.writer.write(f"{self.head}content-length: {len(body)}\r\n\r\n".encode() + body)
+        head = await self.reader.readuntil(b"\r\n\r\n")
+        n = int(head.lower().split(b"content-length: ")[1].split(b"\r\n")[0])
+        reply = msgspec.json.decode(await self.reader.readexactly(n))
+        seconds = time.perf_counter() - started
+        message = reply["choices"][0]["message"]
+        self.messages.append({"role": "assistant", "content": message["content"]})
+        return seconds, len(body)
+
+
+def percentiles(values: list[float]) -> str:
+    return " | ".join(f"{1e3 * v:6.2f}" for v in np.percentile(values, [50, 90, 99, 100]))
+
+
+async def concurrent(port: int, tokens: list[str]) -> dict[str, float]:
+    """Seconds by request id, ROLLOUTS at a time."""
+    rng = random.Random(1)
+    out: dict[str, float] = {}
+
+    async def play(i: int, token: str) -> None:
+        client = Client(port, token)
+        await asyncio.sleep(rng.random())
+        for k in range(TURNS):
+            words = " ".join(
+                rng.choice(["user", "weather", "tool", "x7"]) for _ in range(DELTA_WORDS)
+            )
+            out[f"train-{i}/0.0.{k}"] = (await client.turn(words))[0]
+
+    await asyncio.gather(*(play(i, t) for i, t in enumerate(tokens)))
+    return out
+
+
+async def long(port: int, token: str) -> list[tuple[float, int]]:
+    """(seconds, bytes) of each turn of one rollout that becomes long."""
+    client, rng = Client(port, token), random.Random(2)
+    words = ["user", "weather", "tool", "x7"]
+    return [
+        await client.turn(" ".join(rng.choice(words) for _ in range(DELTA_WORDS)))
+        for _ in range(LONG_TURNS)
+    ]
+
+
+def with_server(
+    play: Any, delay_s: tuple[float, float], n: int, profile: bool
+) -> tuple[Any, Any, int]:
+    """(what `play` returns, the stub's seconds by request id, forks)."""
+    context = multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory() as folder:
+        ours, theirs = context.Pipe()
+        arguments = (f"{folder}/log", theirs, delay_s, n, profile)
+        process = context.Process(target=serve_forever, args=arguments)
+        process.start()
+        try:
+            port, tokens = ours.recv()
+            found = asyncio.run(play(port, tokens))
+            ours.send("enough")
+            took, forks = ours.recv()
+            process.join()
+        finally:
+            process.kill()
+    return found, took, forks
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--json", action="store_true")
+    args = parser.parse_args()
+    seconds, took, forks = with_server(concurrent, (0.3, 0.9), REPLY_TOKENS, args.profile)
+    assert seconds.keys() == took.keys(), "every turn was sampled once"
+    overhead = [seconds[k] - took[k] for k in seconds]
+    print(f"{ROLLOUTS} rollouts at once, {TURNS} turns each, {len(overhead)} turns, {forks} forks")
+    print("overhead per turn, ms |    p50 |    p90 |    p99 |    max")
+    print(f"                      | {percentiles(overhead)}")
+
+    async def one(port: int, tokens: list[str]) -> Any:
+        return await long(port, tokens[0])
+
+    turns, took, forks = with_server(one, (0.0, 0.0), LONG_REPLY, args.profile)
+    cost = [s - took[f"train-0/0.0.{k}"] for k, (s, _) in enumerate(turns)]
+    print(f"\none rollout, {LONG_TURNS} turns, no other load, {forks} forks")
+    print("turns     | request, kB | overhead per turn, ms (median)")
+    for lo, hi in ((0, 10), (10, 25), (25, 50), (50, 100), (100, 150), (150, 200)):
+        size = turns[hi - 1][1] / 1e3
+        print(f"{lo + 1:3}..{hi:<4} | {size:11.1f} | {1e3 * float(np.median(cost[lo:hi])):6.2f}")
+    if args.json:
+        print(json.dumps({"overhead": overhead, "long": cost}))
+
+
+if __name__ == "__main__":
+    main()
