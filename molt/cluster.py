@@ -107,9 +107,7 @@ class Cluster:
         import ray
 
         for i in range(self.config.agent.workers):
-            engine = RayEngine(
-                "engine-0", self.engines[i % len(self.engines)], self.epoch, self.routing
-            )
+            engine = RayEngine("engine-0", self.engines[i % len(self.engines)], self.epoch)
             actor = ray.remote(RolloutWorker).options(num_cpus=0, max_concurrency=REQUESTS_AT_ONCE)
             self.workers.append(
                 actor.remote(
@@ -119,6 +117,7 @@ class Cluster:
                     self.model_folder,
                     [engine],
                     self._output(f"worker-{i}"),
+                    self.routing,
                 )
             )
         await asyncio.gather(*(self.call(w, "ready") for w in self.workers))

@@ -7,6 +7,9 @@ once and must be the run that the epoch record names.
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
+import numpy.typing as npt
+
 from molt.schemas.columns import Row
 from molt.schemas.errors import LogCorrupt
 from molt.schemas.records import Ref
@@ -21,6 +24,12 @@ class RowSource(Protocol):
     """Whatever resolves a row address."""
 
     def row(self, ref: Ref) -> dict[str, Any]: ...
+
+    def stream(self, ref: Ref) -> str: ...
+
+    def routing_place(self, ref: Ref) -> tuple[int, int, int] | None: ...
+
+    def experts(self, ref: Ref, first: int, end: int) -> npt.NDArray[np.uint8]: ...
 
 
 class Sources:
@@ -58,6 +67,15 @@ class Sources:
 
     def row(self, ref: Ref) -> dict[str, Any]:
         return self._reader(ref.log).row(ref)
+
+    def stream(self, ref: Ref) -> str:
+        return self.log(ref.log).stream(ref)
+
+    def routing_place(self, ref: Ref) -> tuple[int, int, int] | None:
+        return self._reader(ref.log).routing_place(ref)
+
+    def experts(self, ref: Ref, first: int, end: int) -> npt.NDArray[np.uint8]:
+        return self._reader(ref.log).experts(ref, first, end)
 
     def _reader(self, index: int) -> RowReader:
         if index not in self._readers:

@@ -100,7 +100,8 @@ class Engine:
         routing_start: int = 0,
     ) -> Completion:
         """`pieces`, joined: one whole completion."""
-        return join([p async for p in self.pieces(epoch, request_id, prompt_ids, sampling)])
+        pieces = self.pieces(epoch, request_id, prompt_ids, sampling, routing_start=routing_start)
+        return join([piece async for piece in pieces])
 
     async def pieces(
         self,
@@ -110,6 +111,7 @@ class Engine:
         sampling: Sampling,
         every: int = 0,
         grammar: Any = None,
+        routing_start: int = 0,
     ) -> AsyncIterator[Completion]:
         """Sample one completion, handed out as it grows; waits while the engine is paused.
 
@@ -126,7 +128,7 @@ class Engine:
         llm = await self._admit(epoch)
         room = self._check_request(epoch, request_id, prompt_ids)
         params = vllm_calls.sampling_params(
-            sampling, min(sampling.max_tokens, room), every, grammar
+            sampling, min(sampling.max_tokens, room), every, grammar, routing_start
         )
         with self._mapped(f"request {request_id}"):
             request = await self._add(llm, request_id, prompt_ids, params)
@@ -173,7 +175,12 @@ class Engine:
                     f"engine {self._id}, request {request_id}: {error}; correct the request"
                 ) from error
 
-        request = vllm_calls.Request(llm, await self._call(f"request {request_id}", add()))
+        request = vllm_calls.Request(
+            llm,
+            await self._call(f"request {request_id}", add()),
+            self._routing,
+            params.routed_experts_prompt_start,
+        )
         self._in_flight[request_id] = request
         if self._death.done():
             request.fail(self._died(f"request {request_id}"))

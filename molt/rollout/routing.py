@@ -179,6 +179,17 @@ def _known(routed_NLK: np.ndarray) -> Iterator[tuple[int, int]]:
     return zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True)
 
 
+def merge_runs(runs: Sequence[tuple[int, np.ndarray]]) -> RoutingRuns:
+    """Runs of consecutive pieces of one call; what touches becomes one run."""
+    out: list[tuple[int, list[np.ndarray]]] = []
+    for start, experts_NLK in runs:
+        if out and out[-1][0] + sum(map(len, out[-1][1])) == start:
+            out[-1][1].append(experts_NLK)
+        else:
+            out.append((start, [experts_NLK]))
+    return tuple((start, np.concatenate(parts)) for start, parts in out)
+
+
 def routing_rows(
     runs: RoutingRuns, *, rollout_id: str, attempt: int, segment: int, n_experts: int
 ) -> list[RoutingRow]:

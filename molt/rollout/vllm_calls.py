@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from molt.rollout.routing import RoutingShape, completion_routing
+from molt.rollout.routing import RoutingRuns, RoutingShape, completion_routing
 from molt.rollout.types import Completion, EngineSettings
 from molt.schemas.errors import ConfigError, EngineError
 from molt.schemas.records import Sampling, Version
@@ -167,8 +167,12 @@ class Request:
     its record of the request, which knows at which token each label began.
     """
 
-    def __init__(self, llm: "AsyncLLM", queue: Any) -> None:
+    def __init__(
+        self, llm: "AsyncLLM", queue: Any, routing: RoutingShape | None = None, start: int = 0
+    ) -> None:
+        """routing: of the experts that vLLM returns, whose first row is position `start`."""
         self.queue, self.cut = queue, False
+        self._routing, self._routed, self._chunks = routing, start, 0
         self._states = llm.output_processor.request_states
         self._state = self._states.get(queue.request_id)
         self._taken = 0
@@ -216,7 +220,21 @@ class Request:
             finish_reason=last.finish_reason if last else "partial" if self.cut else "",
             stop_token=int(ids[-1]) if by_token else None,
             n_cached=n_cached or 0,
+            routing=self._take_routing(last),
         )
+
+    def _take_routing(self, last: Any) -> RoutingRuns:
+        """The rows that came since the last call; vLLM keeps them in the chunks they came in."""
+        if self._routing is None:
+            return ()
+        chunks = self._state.routed_experts_chunks[self._chunks :] if self._state else []
+        if self._state is None and last.routed_experts is not None:
+            chunks = [last.routed_experts]
+        if not chunks:
+            return ()
+        rows, start = np.concatenate(chunks), self._routed
+        self._chunks, self._routed = self._chunks + len(chunks), start + len(rows)
+        return completion_routing(rows, start, self._routing)
 
 
 def version_runs(

@@ -1,65 +1,46 @@
 """Recorded expert choices of a rank's sequences, read from the log by range (I3, I6).
 
 Stands between the plan's addresses and packing. Only the rank that trains a sequence reads its
-rows, and of a hot commit only the positions that are needed: it is mapped, not read, and every
-position is verified by its own hash. Positions that nobody recorded stay unknown.
+rows, and of a hot commit only the positions that are fed to the model, each verified by its own
+hash. Positions that nobody recorded stay unknown.
 
 Letters: T tokens of a sequence, L layers with experts, K choices per token.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
-import xxhash
 
 from molt.replay.assemble import TrainSequence
+from molt.replay.sources import RowSource
 from molt.schemas.check import repeated_expert
 from molt.schemas.errors import LogCorrupt
 from molt.schemas.records import Ref
-from molt.schemas.streams import STREAMS, routing_metadata
-from molt.store import Log
+from molt.schemas.streams import expert_dtype
 from molt.store.control import Record
-from molt.store.reader import CommitFile, find_commit, read_commit
 from molt.train.packing import Recorded
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Row:
-    where: str
-    segment: int
-    start: int
-    experts_NLK: np.ndarray
-    hashes_N: np.ndarray
-
-
 class RoutingReader:
-    """Reads routing rows by address; `bytes_read` counts expert ids and their hashes.
+    """Reads routing rows by address. `layers`, `top_k` and `n_experts` are the model's."""
 
-    `layers`, `top_k` and `n_experts` are the model's; rows of another shape are LogCorrupt.
-    """
-
-    def __init__(self, log: Log, *, layers: int, top_k: int, n_experts: int) -> None:
-        self._log = log
-        self._shape = routing_metadata(layers=layers, top_k=top_k, n_experts=n_experts)
-        self._tables: dict[tuple[str, int], pa.Table | None] = {}
-        self.bytes_read = 0
+    def __init__(self, source: RowSource, *, layers: int, top_k: int, n_experts: int) -> None:
+        self._source, self._n_experts = source, n_experts
+        self._shape = (layers, top_k)
+        self._dtype = np.dtype(expert_dtype(n_experts)).newbyteorder("<")
 
     def of_plan(self, plan: Record, sequences: Sequence[TrainSequence]) -> list[Recorded]:
         """What the plan's routing rows say of each of `sequences`, in their order.
 
-        Raises LogCorrupt for a row that is not what the plan implies, or whose hash is wrong.
+        Raises LogCorrupt for rows of another shape, damaged ones, and experts that cannot be.
         """
         refs = {
             (row["rollout_id"], row["attempt"], branch["tip"]): branch["refs"]
             for row in plan.rows
             for branch in row["branches"]
         }
-        found = [self.of(s, refs[s.rollout_id, s.attempt, s.tip]) for s in sequences]
-        self._tables.clear()
-        return found
+        return [self.of(s, refs[s.rollout_id, s.attempt, s.tip]) for s in sequences]
 
     def of(self, sequence: TrainSequence, refs: Iterable[Mapping[str, Any]]) -> Recorded:
         """Each position from the segment that computed it first, in the order of the chain.
@@ -70,112 +51,60 @@ class RoutingReader:
         """
         trained = np.flatnonzero(sequence.mask)
         n_inputs = int(trained[-1]) if len(trained) else 0
-        ends = dict(sequence.chain)
-        rows = [r for ref in refs if (r := self._row(sequence, Ref(**ref))) is not None]
-        order = {segment: i for i, segment in enumerate(ends)}
-        rows = sorted((r for r in rows if r.segment in ends), key=lambda r: order[r.segment])
-        shape = (n_inputs, int(self._shape["molt.layers"]), int(self._shape["molt.top_k"]))
-        experts_TLK = np.zeros(shape, self._shape["molt.dtype"])
+        experts_TLK = np.zeros((n_inputs, *self._shape), self._dtype)
         known_T = np.zeros(n_inputs, bool)
-        for row in rows:
-            end = min(row.start + len(row.experts_NLK), ends[row.segment], n_inputs)
-            fresh = np.flatnonzero(~known_T[row.start : end])
-            experts_TLK[row.start + fresh] = self._verified(row, fresh)
-            known_T[row.start + fresh] = True
+        ends = dict(sequence.chain)
+        order = {segment: i for i, segment in enumerate(ends)}
+        places = [(self._source.routing_place(ref), ref) for ref in (Ref(**r) for r in refs)]
+        rows = [(*place, ref) for place, ref in places if place is not None and place[0] in ends]
+        for segment, start, n, ref in sorted(rows, key=lambda row: (order[row[0]], row[1])):
+            if segment == sequence.tip and start + n > len(sequence.token_ids):
+                raise LogCorrupt(
+                    f"{_name(sequence)}: routing of positions {start} to {start + n - 1} in a "
+                    f"chain of {len(sequence.token_ids)} tokens"
+                )
+            end = min(start + n, ends[segment], n_inputs)
+            fresh = np.flatnonzero(~known_T[start:end]) + start
+            if not len(fresh):
+                continue
+            first, last = int(fresh[0]), int(fresh[-1]) + 1
+            rows_NLK = self._read(sequence, ref, first, last)
+            experts_TLK[fresh] = rows_NLK[fresh - first]
+            known_T[fresh] = True
         recorded = Recorded(experts_TLK=experts_TLK, known_T=known_T)
-        check_ids(recorded, int(self._shape["molt.experts"]), _name(sequence))
+        self._check_ids(recorded, _name(sequence))
         return recorded
 
-    def _verified(self, row: _Row, wanted: np.ndarray) -> np.ndarray:
-        experts_NLK = row.experts_NLK[wanted]
-        for i, bytes_ in zip(wanted.tolist(), experts_NLK, strict=True):
-            if xxhash.xxh3_64_intdigest(bytes_.tobytes()) != row.hashes_N[i]:
-                raise LogCorrupt(
-                    f"{row.where}: the experts of position {row.start + i} do not have their "
-                    "recorded hash; run `molt doctor`"
-                )
-        self.bytes_read += experts_NLK.nbytes + 8 * len(wanted)
-        return experts_NLK
-
-    def _row(self, sequence: TrainSequence, ref: Ref) -> _Row | None:
-        """The row at `ref`, not verified yet; None if that is no routing row."""
-        table = self._table(ref)
-        if table is None:
-            return None
-        if not 0 <= ref.row < table.num_rows:
-            raise LogCorrupt(f"{ref}: the commit has {table.num_rows} rows")
-        row = {name: table[name][ref.row] for name in table.column_names}
-        owner = (row["rollout_id"].as_py(), row["attempt"].as_py())
-        segment, start, n = (row[name].as_py() for name in ("segment", "start", "n"))
-        where = f"routing of {owner[0]} attempt {owner[1]} segment {segment}"
-        if owner != (sequence.rollout_id, sequence.attempt):
-            raise LogCorrupt(f"the plan's row of {sequence.rollout_id} names the {where}")
-        meta = table.schema.metadata or {}
-        if meta != {k.encode(): v.encode() for k, v in self._shape.items()}:
-            raise LogCorrupt(f"{where} was recorded as {meta}, this model has {self._shape}")
-        shape = (n, int(self._shape["molt.layers"]), int(self._shape["molt.top_k"]))
-        dtype, buffer = np.dtype(self._shape["molt.dtype"]), row["experts"].as_buffer()
-        hashes_N = row["row_xxh3"].values.to_numpy()
-        if start < 0 or len(hashes_N) != n or buffer.size != np.prod(shape) * dtype.itemsize:
+    def _read(self, sequence: TrainSequence, ref: Ref, first: int, end: int) -> np.ndarray:
+        found = self._source.experts(ref, first, end)
+        width = int(np.prod(self._shape)) * self._dtype.itemsize
+        if found.shape[1] != width:
             raise LogCorrupt(
-                f"{where}: {buffer.size} bytes and {len(hashes_N)} hashes from position {start} on "
-                f"for {shape} experts"
+                f"{_name(sequence)}: {found.shape[1]} bytes of experts per token were recorded, "
+                f"this model has {self._shape[0]} MoE layers with {self._shape[1]} of "
+                f"{self._n_experts} experts: {width} bytes"
             )
-        experts_NLK = np.frombuffer(buffer, dtype.newbyteorder("<")).reshape(shape)
-        if start + n > len(sequence.token_ids) and segment == sequence.tip:
+        return np.ascontiguousarray(found).view(self._dtype).reshape(-1, *self._shape)
+
+    def _check_ids(self, recorded: Recorded, where: str) -> None:
+        """The same as at append: the range, and distinct experts."""
+        known_NLK = recorded.experts_TLK[recorded.known_T]
+        positions = np.flatnonzero(recorded.known_T)
+        over = np.argwhere(known_NLK >= self._n_experts)
+        twice = repeated_expert(known_NLK)
+        if len(over):
+            n, layer, k = over[0]
             raise LogCorrupt(
-                f"{where}: positions {start} to {start + n - 1} in a chain of "
-                f"{len(sequence.token_ids)} tokens"
+                f"{where}: token {positions[n]}, MoE layer {layer}: recorded expert "
+                f"{known_NLK[n, layer, k]} of a model with {self._n_experts}"
             )
-        return _Row(
-            where=where, segment=segment, start=start, experts_NLK=experts_NLK, hashes_N=hashes_N
-        )
-
-    def _table(self, ref: Ref) -> pa.Table | None:
-        key = (ref.writer, ref.seq)
-        if key not in self._tables:
-            file = find_commit(self._log.path, ref.writer, ref.seq)
-            self._tables[key] = _map(file) if file.stream == "routing" else None
-        return self._tables[key]
-
-
-def _map(file: CommitFile) -> pa.Table:
-    """A commit without its payload: small columns are validated, experts by their row hashes.
-
-    The commit's own checksum would need all of its bytes. Cold commits are read whole.
-    """
-    if file.cold or file.retired:
-        return read_commit(file).table
-    try:
-        table = pa.ipc.open_file(pa.memory_map(str(file.path))).read_all()
-        table.validate(full=True)
-        known = table.schema.equals(STREAMS["routing"])
-    except FileNotFoundError:
-        known = False  # compaction has moved it meanwhile
-    except (pa.ArrowException, OSError, ValueError) as error:
-        raise LogCorrupt(f"{file.writer}/{file.seq}.routing: {error}; run `molt doctor`") from error
-    return table if known else read_commit(file).table
+        if twice is not None:
+            n, layer = twice
+            raise LogCorrupt(
+                f"{where}: token {positions[n]}, MoE layer {layer}: recorded experts "
+                f"{known_NLK[n, layer].tolist()} are not distinct"
+            )
 
 
 def _name(sequence: TrainSequence) -> str:
     return f"{sequence.rollout_id} attempt {sequence.attempt} tip {sequence.tip}"
-
-
-def check_ids(recorded: Recorded, n_experts: int, where: str) -> None:
-    """LogCorrupt for an expert that the model does not have, or one that serves a token twice."""
-    known_NLK = recorded.experts_TLK[recorded.known_T]
-    positions = np.flatnonzero(recorded.known_T)
-    over = np.argwhere(known_NLK >= n_experts)
-    if len(over):
-        n, layer, k = over[0]
-        raise LogCorrupt(
-            f"{where}: token {positions[n]}, MoE layer {layer}: recorded expert "
-            f"{known_NLK[n, layer, k]} of a model with {n_experts}"
-        )
-    twice = repeated_expert(known_NLK)
-    if twice is not None:
-        n, layer = twice
-        raise LogCorrupt(
-            f"{where}: token {positions[n]}, MoE layer {layer}: recorded experts "
-            f"{known_NLK[n, layer].tolist()} are not distinct"
-        )

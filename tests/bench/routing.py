@@ -18,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "e2e"))
 import factories as make
 import numpy as np
 
+from molt.replay.sources import Sources
 from molt.rollout.routing import RoutingShape, routing_rows
 from molt.store import Log
 from molt.store.fold import COLUMNS, STREAMS
@@ -101,10 +102,11 @@ def read_some(log: Log) -> tuple[int, float]:
     )
     query = "select writer, seq, row from routing where rollout_id = 'train-7/0'"
     ((writer, seq, row),) = log.sql(query).fetchall()
-    reader = RoutingReader(log, layers=48, top_k=8, n_experts=128)
+    source = Sources(log, 1)
+    reader = RoutingReader(source, layers=48, top_k=8, n_experts=128)
     started = time.perf_counter()
     reader.of(sequence, [{"log": "", "writer": writer, "seq": seq, "row": row}])
-    return reader.bytes_read, (time.perf_counter() - started) * 1e3
+    return source.bytes_read, (time.perf_counter() - started) * 1e3
 
 
 def steps() -> None:
