@@ -105,7 +105,7 @@ def read_some(log: Log) -> tuple[int, float]:
     source = Sources(log, 1)
     reader = RoutingReader(source, layers=48, top_k=8, n_experts=128)
     started = time.perf_counter()
-    reader.of(sequence, [{"log": "", "writer": writer, "seq": seq, "row": row}])
+    reader.of(sequence, [{"log": 0, "writer": writer, "seq": seq, "row": row}])
     return source.bytes_read, (time.perf_counter() - started) * 1e3
 
 

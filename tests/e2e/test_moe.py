@@ -8,14 +8,18 @@ from typing import Any
 import factories as make
 import numpy as np
 import pytest
+from launch import CONFIG
 from moe import choices
 from moe_pair import PROBES, SHAPE, Pair, make_pair, make_rig
+from players import Local, assignment, chain
 
+from molt.config import load as load_config
 from molt.planning import plan_group, plan_header
 from molt.recipes.moe import save_qwen3_moe
 from molt.replay.assemble import assemble
 from molt.rollout.routing import routing_rows
 from molt.rollout.types import Completion
+from molt.rollout.worker import RolloutWorker
 from molt.schemas.records import to_row
 from molt.store import Log
 from molt.store.control import read_record
@@ -157,10 +161,6 @@ def test_float32_trains_with_the_very_experts_that_sampled(
     pair: Pair, log: Log, tmp_path: Path
 ) -> None:
     """Through the log: every known row replayed equals the live choice, and the gap is rounding."""
-    from launch import CONFIG
-
-    from molt.config import load as load_config
-
     (tmp_path / "config.toml").write_text(CONFIG.format(model="m", log=log.path))
     record(pair, log, 60)
     plan = plan_of(log, load_config(tmp_path / "config.toml"), pair.version + 1)
@@ -176,6 +176,45 @@ def test_float32_trains_with_the_very_experts_that_sampled(
     assert result.metrics["mismatch"]["all"]["max"] < 1e-4
     pair.publish()
     assert pair.gap() < 1e-4
+
+
+def test_turns_and_pieces_go_on_where_the_last_row_ended(
+    pair: Pair, log: Log, tmp_path: Path, folder: str
+) -> None:
+    """Three turns in segments of seven tokens, with pauses: each position has one row."""
+    (tmp_path / "config.toml").write_text(CONFIG.format(model=folder, log=log.path))
+    changes = ["agent.env=players:Talks", "agent.partial_tokens=7", "engine.max_model_len=448"]
+    config = load_config(tmp_path / "config.toml", [*changes, "sampling.max_tokens=40"])
+    engines = [Local(pair.rig)]
+    worker = RolloutWorker(str(log.path), 1, config, folder, engines, routing=SHAPE)
+
+    async def play() -> None:
+        playing = asyncio.create_task(worker.play([assignment(i) for i in range(4)]))
+        while not playing.done():
+            await asyncio.wait([playing], timeout=0.05)
+            await pair.rig.engine.pause(1)
+            await pair.rig.engine.resume(1)
+        await playing
+        await worker.close()
+
+    pair.rig.run(play())
+    n_pieces = 0
+    for i in range(4):
+        who = f"where rollout_id = 'train-0/{i}' order by segment"
+        rows = log.sql(f"select * from segments {who}").to_arrow_table().to_pylist()
+        found = log.sql(f"select * from routing {who}").to_arrow_table().to_pylist()
+        routed: dict[int, np.ndarray] = {}
+        for row in found:
+            experts = np.frombuffer(row["experts"], np.uint8).reshape(row["n"], 4, 2)
+            positions = range(row["start"], row["start"] + row["n"])
+            assert not routed.keys() & set(positions)
+            routed |= dict(zip(positions, experts, strict=True))
+        ids = chain(rows, len(rows) - 1)["token_ids"]
+        assert sorted(routed) == list(range(len(ids) - 1))
+        experts = np.stack([routed[p] for p in sorted(routed)])
+        assert same(experts, choices(pair.trainer, ids)).all()
+        n_pieces += sum(row["finish_reason"] == "partial" for row in rows)
+    assert n_pieces > 8
 
 
 def test_stale_experts_show_in_the_probe(

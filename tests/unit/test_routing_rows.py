@@ -2,12 +2,12 @@
 
 from typing import Any
 
+import factories as make
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from molt.replay.assemble import TrainSequence
 from molt.replay.sources import Sources
 from molt.rollout.routing import RoutingShape, SlotRouting, completion_routing, routing_rows
 from molt.schemas.check import repeated_rows
@@ -208,26 +208,6 @@ def test_an_expert_serves_a_token_once(log: Log) -> None:
         w.append("routing", rows_of(2, experts))
 
 
-def sequence(n: int, **more: Any) -> TrainSequence:
-    mask = np.arange(n) >= 3
-    return TrainSequence(
-        **{
-            "group_id": "train-0",
-            "rollout_id": "train-0/0",
-            "attempt": 0,
-            "tip": 0,
-            "token_ids": np.arange(n, dtype=np.int32),
-            "mask": mask,
-            "logprobs": np.zeros(n, np.float32),
-            "lag": np.zeros(n, np.int64),
-            "advantage": 1.0,
-            "temperature": 1.0,
-            "chain": ((0, n),),
-            **more,
-        }
-    )
-
-
 def refs_of(log: Log, *rows: dict[str, Any], per_commit: bool = True) -> list[dict[str, Any]]:
     tickets = []
     with log.writer(linger_s=60, routing=SHAPE.metadata()) as w:
@@ -236,7 +216,7 @@ def refs_of(log: Log, *rows: dict[str, Any], per_commit: bool = True) -> list[di
             if per_commit:
                 w.flush()
     return [
-        {"log": "", "writer": t.result().writer, "seq": t.result().seq, "row": t.result().row}
+        {"log": 0, "writer": t.result().writer, "seq": t.result().seq, "row": t.result().row}
         for t in tickets
     ]
 
@@ -244,17 +224,19 @@ def refs_of(log: Log, *rows: dict[str, Any], per_commit: bool = True) -> list[di
 def test_a_row_beyond_its_chain_is_refused(log: Log) -> None:
     refs = refs_of(log, rows_of(3, drawn(9)))
     with pytest.raises(LogCorrupt, match="positions 3 to 11 in a chain of 9 tokens"):
-        RoutingReader(log, **MODEL).of(sequence(9), refs)
+        RoutingReader(log, **MODEL).of(make.sequence(9), refs)
 
 
 def test_a_chain_takes_each_position_from_the_segment_that_computed_it_first(log: Log) -> None:
     """Turns of five and four tokens: row 4 comes with the second; what it repeats is ignored."""
     first, again = drawn(4, 1), drawn(8, 2)
     refs = refs_of(log, rows_of(0, again, segment=1), rows_of(0, first))
-    found = RoutingReader(log, **MODEL).of(sequence(9, chain=((0, 5), (1, 9)), tip=1), refs)
+    found = RoutingReader(log, **MODEL).of(make.sequence(9, chain=((0, 5), (1, 9)), tip=1), refs)
     assert found.known_T.tolist() == [True] * 8
     assert (found.experts_TLK == np.concatenate([first, again[4:]])).all()
-    cut = sequence(9, chain=((0, 2), (2, 9)), tip=2)  # a sibling's turn is no part of this branch
+    cut = make.sequence(
+        9, chain=((0, 2), (2, 9)), tip=2
+    )  # a sibling's turn is no part of this branch
     found = RoutingReader(log, **MODEL).of(cut, refs)
     assert found.known_T.tolist() == [True] * 2 + [False] * 6
     assert (found.experts_TLK[:2] == first[:2]).all()
@@ -270,7 +252,7 @@ def test_only_the_needed_positions_are_read_and_each_is_verified(log: Log) -> No
         per_commit=False,
     )
     fresh = Sources(log, 1)
-    wanted = sequence(9, mask=np.arange(9) == 6)
+    wanted = make.sequence(9, mask=np.arange(9) == 6)
     found = RoutingReader(fresh, **MODEL).of(wanted, [refs[1]])
     assert (found.experts_TLK == drawn(9)[:6]).all() and found.known_T.all()
     (path,) = (log.path / "data").glob("*/*/*.routing.arrow")
@@ -295,7 +277,7 @@ def test_damage_outside_the_experts_is_loud_too(log: Log) -> None:
     """Bits flipped anywhere in a routing commit: refused, or what is used did not change."""
     refs = refs_of(log, rows_of(0, drawn(9)))
     (path,) = (log.path / "data").glob("*/*/*.routing.arrow")
-    raw, wanted, refused = path.read_bytes(), sequence(10), 0
+    raw, wanted, refused = path.read_bytes(), make.sequence(10), 0
     rng = np.random.default_rng(3)
     for at in rng.choice(len(raw), 400, replace=False).tolist():
         path.write_bytes(raw[:at] + bytes([raw[at] ^ (1 << at % 8)]) + raw[at + 1 :])
@@ -313,10 +295,10 @@ def test_compacted_rows_are_the_same_rows(log: Log) -> None:
     from molt.store.compact import compact
 
     refs = refs_of(log, rows_of(0, drawn(9)))
-    before = RoutingReader(log, **MODEL).of(sequence(10), refs)
+    before = RoutingReader(log, **MODEL).of(make.sequence(10), refs)
     assert compact(log, everything=True)
     assert not list((log.path / "data").glob("*/*/*.routing.arrow"))
-    after = RoutingReader(log, **MODEL).of(sequence(10), refs)
+    after = RoutingReader(log, **MODEL).of(make.sequence(10), refs)
     assert (before.experts_TLK == after.experts_TLK).all() and after.known_T.all()
 
 
