@@ -65,7 +65,8 @@ class Engine:
     async def start(self) -> dict[str, Any]:
         """Load the model and start vLLM's processes; 10 to 25 s on two cores.
 
-        Returns pid, child_pids, max_model_len, vocab_size and seconds. Raises ConfigError for a
+        Returns pid, child_pids, max_model_len, vocab_size, seconds, and routing: the RoutingShape
+        of the experts that completions name, None if it captures none. Raises ConfigError for a
         folder without a model, EngineError for everything vLLM itself refuses.
         """
         started = time.perf_counter()

@@ -75,6 +75,7 @@ def build(settings: EngineSettings) -> "AsyncLLM":
     if settings.routing and on_cpu:
         platform["additional_config"] = {ROUTING_KEY: True}
     elif settings.routing:
+        os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1"  # the only one that returns them
         platform["enable_return_routed_experts"] = True
     scheduler = "ProbeScheduler" if on_cpu else "AsyncProbeScheduler"
     dtype: Any = settings.dtype
