@@ -75,6 +75,24 @@ class RoutingTally:
         self.worst_sequence = Difference(0.0, "")
         self.live: tuple[np.ndarray, torch.Tensor] | None = None
         """(places in the batch, logprobs) of tokens computed without replay"""
+        self.worst_share = 0.0
+        """Of all ranks, after `add_up`; the counts above are then of all ranks too."""
+
+    def add_up(self) -> None:
+        """Counts of all ranks together. Collective; once per step."""
+        local = [self.n_tokens, self.n_known, *self.compared, *self.differing]
+        parts: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(parts, (local, self.longest_run, self.worst_sequence.share))
+        counts = np.sum([counts for counts, _, _ in parts], 0)
+        self.n_tokens, self.n_known = (int(n) for n in counts[:2])
+        self.compared, self.differing = counts[2:].reshape(2, -1)
+        self.longest_run = max(longest for _, longest, _ in parts)
+        self.worst_share = max(share for _, _, share in parts)
+
+    def shares(self) -> np.ndarray:
+        """Differing of the compared tokens, per layer: float64 [L]."""
+        found: np.ndarray = self.differing / np.maximum(self.compared, 1)
+        return found
 
 
 class RoutingReplay:
@@ -153,19 +171,15 @@ class RoutingReplay:
 
     def check(self, step: int, tally: RoutingTally) -> None:
         """TrainerError, on every rank, if a layer or a sequence differs too often. Collective."""
-        counts = torch.from_numpy(np.concatenate([tally.compared, tally.differing])).double()
-        worst = torch.tensor(tally.worst_sequence.share, dtype=torch.float64)
-        dist.all_reduce(counts)
-        dist.all_reduce(worst, dist.ReduceOp.MAX)
-        compared_L, differing_L = counts.numpy().reshape(2, -1)
-        shares_L = np.where(compared_L >= JUDGED_MIN, differing_L / np.maximum(compared_L, 1), 0.0)
+        tally.add_up()
+        shares_L = np.where(tally.compared >= JUDGED_MIN, tally.shares(), 0.0)
         layer = int(shares_L.argmax())
-        if max(float(worst), shares_L[layer]) <= self.mismatch_max:
+        if max(tally.worst_share, shares_L[layer]) <= self.mismatch_max:
             return
         found, place = float(shares_L[layer]), tally.first_in_layer.get(layer)
         what = f"of the tokens in layer {self.routers[layer].name}"
-        if float(worst) >= found:
-            found, what = float(worst), "of the token-layers of one sequence"
+        if tally.worst_share >= found:
+            found, what = tally.worst_share, "of the token-layers of one sequence"
             place = tally.worst_sequence.text if tally.worst_sequence.share == found else None
         raise TrainerError(
             f"step {step}: recorded and live experts differ in {found:.0%} {what}, limit "
@@ -191,30 +205,23 @@ class RoutingReplay:
     def metrics(
         self, batch: Batch, prepared_N: torch.Tensor, tally: RoutingTally
     ) -> dict[str, Any]:
-        """Coverage, mismatch and the sampled gaps over all ranks. Collective."""
-        gaps = np.zeros(3)
+        """Of a step that was checked: coverage, mismatch, and the gaps if sampled. Collective."""
+        shares_L = tally.shares()
+        found = {
+            "coverage": tally.n_known / max(tally.n_tokens, 1),
+            "mismatch": float(tally.differing.sum() / max(tally.compared.sum(), 1)),
+            "mismatch_max": float(shares_L.max()),
+            "mismatch_max_layer": self.routers[int(shares_L.argmax())].name,
+            "longest_run": tally.longest_run,
+        }
         if tally.live is not None:
             places, live_N = tally.live
             told_N = batch.behaviour_N[places].astype(np.float64)
             both = (prepared_N[torch.from_numpy(places)].numpy(), live_N.numpy())
-            gaps[:] = len(places), *(np.abs(own_N - told_N).sum() for own_N in both)
-        local = [tally.n_tokens, tally.n_known, *gaps, *tally.compared, *tally.differing]
-        sums = torch.tensor(local, dtype=torch.float64)
-        longest = torch.tensor(tally.longest_run)
-        dist.all_reduce(sums)
-        dist.all_reduce(longest, dist.ReduceOp.MAX)
-        n_tokens, n_known, n_gaps, replayed, live = sums[:5].tolist()
-        compared_L, differing_L = sums[5:].numpy().reshape(2, -1)
-        shares_L = differing_L / np.maximum(compared_L, 1)
-        found = {
-            "coverage": n_known / max(n_tokens, 1),
-            "mismatch": float(differing_L.sum() / max(compared_L.sum(), 1)),
-            "mismatch_max": float(shares_L.max()),
-            "mismatch_max_layer": self.routers[int(shares_L.argmax())].name,
-            "longest_run": int(longest),
-        }
-        if n_gaps:
-            found |= {"gap_replayed": replayed / n_gaps, "gap_live": live / n_gaps}
+            sums = torch.tensor([len(places), *(np.abs(own_N - told_N).sum() for own_N in both)])
+            dist.all_reduce(sums)
+            n, replayed, live = sums.tolist()
+            found |= {"gap_replayed": replayed / n, "gap_live": live / n}
         return found
 
 

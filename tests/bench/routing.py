@@ -25,6 +25,7 @@ from molt.store.fold import COLUMNS, STREAMS
 from molt.train.recorded import RoutingReader
 
 ROUNDS = 5
+STEP_ROUNDS = 15
 TOKENS, SEGMENTS = 985, 32
 SHAPE = RoutingShape(layers=tuple(range(48)), top_k=8, n_experts=128)
 
@@ -120,18 +121,20 @@ def steps() -> None:
         options = {"threads": 2, "microbatch_tokens": 1024, "routing_mismatch": 1.0}
         trainer = moe.started(moe.settings(model, routing_sample_every=10**6, **options))
         sequences, recorded = moe.plan(trainer, 1, groups=16, members=4)
-        routing, seconds = trainer.routing, {"off": [], "replay": []}
-        for n in range(2 * ROUNDS + 2):
+        routing = trainer.routing
+        wall: dict[str, list[float]] = {"off": [], "replay": []}
+        cpu: dict[str, list[float]] = {"off": [], "replay": []}
+        for n in range(2 * STEP_ROUNDS + 2):
             mode = ("off", "replay")[n % 2]
             trainer.routing = routing if mode == "replay" else None
-            for router in routing.routers:
-                router.target_indices = None
-            started = time.perf_counter()
+            started = time.perf_counter(), time.process_time()
             trainer.execute(n + 2, sequences, recorded if mode == "replay" else None)
             if n >= 2:
-                seconds[mode].append(time.perf_counter() - started)
-        off, on = (statistics.median(seconds[mode]) for mode in ("off", "replay"))
-        print(f"step: {off * 1e3:.0f} ms without replay, {on * 1e3:.0f} ms with: {on / off:.3f}")
+                wall[mode].append(time.perf_counter() - started[0])
+                cpu[mode].append(time.process_time() - started[1])
+        for name, times in (("wall", wall), ("processor", cpu)):
+            off, on = (statistics.median(times[mode]) for mode in ("off", "replay"))
+            print(f"step, {name}: {off * 1e3:.0f} ms, with replay {on * 1e3:.0f}: {on / off:.3f}")
         trainer.close()
 
 
