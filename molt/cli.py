@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from molt.agents.commands import agent_commands, serve_config
 from molt.cli_replay import replay_commands
 from molt.schemas.errors import ConfigError, MoltError
 
@@ -70,6 +71,7 @@ def parser() -> argparse.ArgumentParser:
     replay_commands(command)
     reading_commands(command)
     upkeep_commands(command)
+    agent_commands(command, add_command, run_fields, run_serve, add_run_options)
     return p
 
 
@@ -87,14 +89,8 @@ def add_command(
     return c
 
 
-def training_commands(command: Callable[..., argparse.ArgumentParser]) -> None:
-    c = command(
-        "train",
-        run_train,
-        "Train online; starts a run, or resumes what is in run.dir.",
-        "molt train molt/recipes/demo.toml --set train.lr=1e-5 --set run.dir=runs/slow",
-    )
-    c.add_argument("config", help="TOML file; `molt/recipes/demo.toml` shows every common key")
+def add_run_options(c: argparse.ArgumentParser) -> None:
+    """What every command that trains online takes."""
     c.add_argument(
         "--set", action="append", default=[], metavar="A.B=C", help="override a key (repeatable)"
     )
@@ -103,6 +99,31 @@ def training_commands(command: Callable[..., argparse.ArgumentParser]) -> None:
         action="store_true",
         help="resume although settings that change the learning are different",
     )
+    c.add_argument(
+        "--from",
+        dest="from_step",
+        type=int,
+        metavar="STEP",
+        help="go on from an earlier step; later ones stay in the log, abandoned",
+    )
+    c.add_argument(
+        "--drop",
+        action="append",
+        default=[],
+        metavar="ROLLOUT",
+        help="settle this rollout's group without a step, going back before its plan (repeatable)",
+    )
+
+
+def training_commands(command: Callable[..., argparse.ArgumentParser]) -> None:
+    c = command(
+        "train",
+        run_train,
+        "Train online; starts a run, or resumes what is in run.dir.",
+        "molt train molt/recipes/demo.toml --set train.lr=1e-5 --set run.dir=runs/slow",
+    )
+    c.add_argument("config", help="TOML file; `molt/recipes/demo.toml` shows every common key")
+    add_run_options(c)
 
     c = command(
         "report",
@@ -187,15 +208,34 @@ def add_format(command: argparse.ArgumentParser, choices: list[str]) -> None:
 
 def run_train(args: argparse.Namespace) -> int:
     from molt.config import load
+
+    return train(load(args.config, args.set), args)
+
+
+def run_serve(args: argparse.Namespace) -> int:
+    return train(serve_config(args), args)
+
+
+def run_fields(args: argparse.Namespace) -> int:
+    from molt.agents.fields import rows
+
+    print_rows(["wire", "fate", "field", "note"], list(rows()), args.format)
+    return 0
+
+
+def train(config: Any, args: argparse.Namespace) -> int:
+    from molt.recovery import Start
     from molt.screen import Screen
 
-    config = load(args.config, args.set)
+    start = Start(
+        accept_changes=args.accept_changes, from_step=args.from_step, drop=tuple(args.drop)
+    )
     with Screen() as screen:
         screen.say(f"molt train {args.config} -> {config.run.dir}")
-        from molt.loop import train
+        from molt import loop
 
         try:
-            log = asyncio.run(train(config, screen, accept_changes=args.accept_changes))
+            log = asyncio.run(loop.train(config, screen, start))
         except ConfigError:
             raise
         except (MoltError, OSError) as error:

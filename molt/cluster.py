@@ -1,7 +1,8 @@
-"""The processes of a run: Ray, the engine, the trainer ranks, the rollout worker.
+"""The processes of a run: Ray, the engines, the trainer ranks, the rollout workers.
 
-Their output goes to files below `<log>/logs`. `close` ends all of them, also after a failure; if
-the driver itself is killed, Ray and vLLM's processes notice and end by themselves.
+An engine or worker that dies is started again; a trainer rank that dies ends the run, whose state
+is in the log. Their output goes to files below `<log>/logs`. `close` ends all of them, also after
+a failure; if the driver itself is killed, Ray and vLLM's processes notice and end by themselves.
 """
 
 import asyncio
@@ -9,7 +10,8 @@ import contextlib
 import logging
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ from molt.process import find, reap
 from molt.rollout.engine import Engine
 from molt.rollout.types import EngineSettings
 from molt.rollout.worker import RayEngine, RolloutWorker
-from molt.schemas.errors import EngineError, MoltError, TrainerError
+from molt.schemas.errors import EngineError, MoltError, TrainerError, WorkerDied
 from molt.train.settings import ENVIRONMENT, trainer_settings
 
 REQUESTS_AT_ONCE = 4096
@@ -28,13 +30,24 @@ OBJECT_STORE_BYTES = 128 << 20
 class Cluster:
     """Actors of one epoch. Start them one by one, then `call` their methods."""
 
-    def __init__(self, config: Config, log_path: Path, epoch: int, model_folder: str) -> None:
+    def __init__(
+        self,
+        config: Config,
+        log_path: Path,
+        epoch: int,
+        model_folder: str,
+        say: Callable[[str], None] = print,
+    ) -> None:
         self.config, self.log_path, self.epoch = config, log_path, epoch
-        self.model_folder = model_folder
-        self.engines: list[Any] = []
+        self.model_folder, self.say = model_folder, say
+        self.engines: list[Any] = [None] * config.engine.count
         self.trainers: list[Any] = []
-        self.workers: list[Any] = []
+        self.workers: list[Any] = [None] * config.agent.workers
         self.pids: list[int] = []
+        self.trainer_device = "cpu"
+        self.n_restarts = 0
+        self._watches: dict[int, asyncio.Task[None]] = {}
+        self._restarts: dict[int, asyncio.Task[tuple[str, Any]]] = {}
         self.routing: Any = None
 
     def start_ray(self) -> None:
@@ -57,31 +70,98 @@ class Cluster:
             object_store_memory=OBJECT_STORE_BYTES,
         )
 
-    async def start_engine(self) -> dict[str, Any]:
+    async def start_engines(self) -> dict[str, Any]:
+        """All engines; returns what the first one says of itself."""
+        infos = await asyncio.gather(*(self._start_engine(i) for i in range(len(self.engines))))
+        return infos[0]
+
+    async def _start_engine(self, i: int) -> dict[str, Any]:
         import ray
 
-        c = self.config.engine
         settings = EngineSettings(
+            **asdict(self.config.engine),
             model=self.model_folder,
-            dtype=c.dtype,
-            max_model_len=c.max_model_len,
-            max_num_seqs=c.max_num_seqs,
-            kv_cache_gib=c.kv_cache_gib,
             seed=self.config.run.seed,
-            weight_transfer=c.weight_transfer,
-            omp_threads=c.threads,
             routing=self.config.train.routing != "off",
         )
+        name = f"engine-{i}"
         engine = (
             ray.remote(Engine)
             .options(num_cpus=0, max_concurrency=REQUESTS_AT_ONCE)
-            .remote("engine-0", settings, self.epoch, self._output("engine-0"))
+            .remote(name, settings, self.epoch, self._output(name))
         )
-        self.engines.append(engine)
+        self.engines[i] = engine
         info: dict[str, Any] = await self.call(engine, "start")
         self.pids += info["child_pids"]
         self.routing = info["routing"]
+        self._watches[i] = asyncio.create_task(self._watch(i, engine))
         return info
+
+    async def _watch(self, i: int, engine: Any) -> None:
+        """Ends with the engine: then it is fenced and started again."""
+        with contextlib.suppress(MoltError):
+            await self.call(engine, "died")
+        self.lost(f"engine-{i}", engine)
+
+    def lost(self, name: str, engine: Any) -> None:
+        """Fence an engine and start it again in the background; the others go on."""
+        i = int(name.removeprefix("engine-"))
+        if self.engines[i] is not engine or i in self._restarts:
+            return
+        self.check_restarts(name)
+        self._restarts[i] = asyncio.create_task(self._restart(i, engine))
+
+    async def _restart(self, i: int, engine: Any) -> tuple[str, Any]:
+        import ray
+
+        self._watches[i].cancel()
+        with contextlib.suppress(Exception):  # a dead process cannot end its children any more
+            async with asyncio.timeout(20):
+                await engine.shutdown.remote()
+        ray.kill(engine)
+        await self._start_engine(i)
+        return f"engine-{i}", self.engines[i]
+
+    def engines_by_name(self) -> dict[str, Any]:
+        return {f"engine-{i}": engine for i, engine in enumerate(self.engines)}
+
+    def has_restarted(self) -> bool:
+        """True if `restarted` would hand out an engine."""
+        return any(task.done() for task in self._restarts.values())
+
+    def restarted(self) -> dict[str, Any]:
+        """Engines that are up again and wait for weights; each is handed out once."""
+        done = [i for i, task in self._restarts.items() if task.done()]
+        return dict(self._restarts.pop(i).result() for i in done)
+
+    async def restart_done(self) -> bool:
+        """Wait for the restart that ends first; False if there is none."""
+        if self._restarts:
+            await asyncio.wait(self._restarts.values(), return_when=asyncio.FIRST_COMPLETED)
+        return bool(self._restarts)
+
+    def check_restarts(self, name: str) -> None:
+        """Count a restart and say it; EngineError beyond `run.restarts_max`."""
+        self.n_restarts += 1
+        if self.n_restarts > self.config.run.restarts_max:
+            raise EngineError(
+                f"{name} died and run.restarts_max = {self.config.run.restarts_max} is used up; "
+                f"its last words are in {self._output(name)}. The log is whole: start the same "
+                "command to resume"
+            )
+        self.say(f"{name} died; starting it again ({self._output(name)})")
+
+    async def announce(self, engines: Mapping[str, Any]) -> None:
+        """Tell the workers of engines that were started again."""
+        calls = [
+            self.call(worker, "replace_engine", RayEngine(name, engine, self.epoch))
+            for name, engine in engines.items()
+            for worker in self.workers
+        ]
+        for answer in await asyncio.gather(*calls, return_exceptions=True):
+            # A worker that died meanwhile is replaced, and its successor knows all engines.
+            if isinstance(answer, BaseException) and not isinstance(answer, WorkerDied):
+                raise answer
 
     async def start_trainer(self) -> dict[str, Any]:
         import ray
@@ -101,26 +181,28 @@ class Cluster:
             )
         infos = await asyncio.gather(*(self.call(t, "start") for t in self.trainers))
         info: dict[str, Any] = infos[0]
+        self.trainer_device = info["device"]
         return info
 
     async def start_workers(self) -> None:
+        await asyncio.gather(*(self.start_worker(i) for i in range(len(self.workers))))
+
+    async def start_worker(self, i: int) -> None:
+        """Start worker `i`, or put a new one in the place of a dead one."""
         import ray
 
-        for i in range(self.config.agent.workers):
-            engine = RayEngine("engine-0", self.engines[i % len(self.engines)], self.epoch)
-            actor = ray.remote(RolloutWorker).options(num_cpus=0, max_concurrency=REQUESTS_AT_ONCE)
-            self.workers.append(
-                actor.remote(
-                    str(self.log_path),
-                    self.epoch,
-                    self.config,
-                    self.model_folder,
-                    [engine],
-                    self._output(f"worker-{i}"),
-                    self.routing,
-                )
-            )
-        await asyncio.gather(*(self.call(w, "ready") for w in self.workers))
+        engines = [RayEngine(f"engine-{k}", e, self.epoch) for k, e in enumerate(self.engines)]
+        actor = ray.remote(RolloutWorker).options(num_cpus=0, max_concurrency=REQUESTS_AT_ONCE)
+        self.workers[i] = actor.remote(
+            str(self.log_path),
+            self.epoch,
+            self.config,
+            self.model_folder,
+            engines,
+            self._output(f"worker-{i}"),
+            self.routing,
+        )
+        await self.call(self.workers[i], "ready")
 
     async def call(self, actor: Any, method: str, *args: Any) -> Any:
         """One remote call; an actor that died becomes an error that names it and its log."""
@@ -148,7 +230,7 @@ class Cluster:
         kinds: Sequence[tuple[str, list[Any], type[MoltError]]] = (
             ("engine", self.engines, EngineError),
             ("trainer", self.trainers, TrainerError),
-            ("worker", self.workers, EngineError),
+            ("worker", self.workers, WorkerDied),
         )
         for name, actors, error in kinds:
             if actor in actors:
@@ -166,10 +248,12 @@ class Cluster:
         """End workers (clean `end` commits), engines and Ray; never raises, never hangs."""
         import ray
 
+        for task in (*self._watches.values(), *self._restarts.values()):
+            task.cancel()
         if not ray.is_initialized():
             return
         for actors, method in ((self.workers, "close"), (self.engines, "shutdown")):
-            for actor in actors:
+            for actor in filter(None, actors):
                 with contextlib.suppress(Exception):
                     async with asyncio.timeout(20):
                         await getattr(actor, method).remote()

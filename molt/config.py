@@ -13,9 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from molt.agents.env import resolve
+from molt.replay.lag import POLICIES
+from molt.rollout.types import EngineConfig
 from molt.schemas.errors import ConfigError
 from molt.schemas.records import Sampling
 from molt.train.advantages import ESTIMATORS
+from molt.train.settings import AlgoConfig, TrainConfig
 
 LOSS_NAMES = frozenset({"grpo", "rloo", "cispo"})
 """Keys of molt.train.algo.LOSSES, which needs torch."""
@@ -31,21 +34,31 @@ class RunConfig:
     seed: int = 0
     name: str = ""
     """Shown in reports; default: the folder's name."""
+    eval_every: int = 0
+    """Also evaluate after every so many steps; 0 = before the first and after the last one."""
     drops_in_a_row_max: int = 64
-    """Stop and say why after this many groups were dropped without a step between."""
+    """Stop and say why if this many groups, and ten times a step's, were dropped without a step."""
+    restarts_max: int = 8
+    """Engines and workers that are started again in one start of the driver."""
+    sinks: tuple[str, ...] = ()
+    """Where metrics also go: "tensorboard", "wandb" (offline); their packages must be there."""
     stuck_s: float = 600.0
     """Stop and say who waits for whom if nothing was finished for this long."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataConfig:
-    """What is asked. `train` and `eval` name callables, "package.module:function"."""
+    """What is asked: a .jsonl or .parquet file, a folder saved by `datasets`, or Python's
+    "package.module:name", an iterable of dicts or a function that makes one."""
 
-    train: str
-    """`(seed) -> iterable of prompt dicts`; repeated in a new order when it ends."""
+    train: str | dict[str, float]
+    """One source, or sources with their shares; a function is `(seed) -> iterable of dicts`.
+    Repeated in a new order when it ends."""
     eval: str = ""
-    """`() -> iterable of prompt dicts`: held out, greedy, before the first and after the last step;
+    """Held out, greedy, before the first and after the last step; a function is `() -> iterable`;
     empty = no evaluation."""
+    sampler: str = ""
+    """"package.module:Class" that chooses the prompts itself (molt.data.Sampler)."""
     groups_per_step: int = 8
     rollouts_per_group: int = 8
 
@@ -72,65 +85,6 @@ class AgentConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EngineConfig:
-    """The vLLM engine."""
-
-    dtype: str = "float32"
-    """Of weights and KV cache; must be the trainer's (a mixture hides small updates)."""
-    max_model_len: int = 512
-    max_num_seqs: int = 64
-    kv_cache_gib: float = 1.0
-    weight_transfer: str = "gloo"
-    """"gloo" on CPU, "nccl" on GPUs."""
-    threads: int = 2
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainConfig:
-    """The FSDP2 actor."""
-
-    dtype: str = "float32"
-    lr: float = 1e-6
-    betas: tuple[float, float] = (0.9, 0.95)
-    eps: float = 1e-8
-    weight_decay: float = 0.0
-    grad_clip: float = 1.0
-    microbatch_tokens: int = 1024
-    """Packed tokens per forward."""
-    world_size: int = 1
-    tp_size: int = 1
-    ep_size: int = 1
-    cp_size: int = 1
-    activation_checkpointing: bool = False
-    cpu_offload: bool = False
-    threads: int = 2
-    routing: str = "off"
-    """For models with experts: "replay" trains with the experts that the engine took, "freeze"
-    leaves the routers out of training and refit, "off" records nothing."""
-    routing_sample_every: int = 8
-    """Steps between comparisons of the logprob gap with and without replay."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AlgoConfig:
-    """How rewards become an update."""
-
-    advantage: str = "grpo"
-    std_normalize: bool = False
-    drop_equal: bool = False
-    """Drop groups whose rewards are all equal instead of training them with advantage 0."""
-    loss: str = "grpo"
-    is_cap: float = 2.0
-    """Upper bound of the importance weight between trainer and engine (truncated IS)."""
-    clip_low: float | None = None
-    clip_high: float | None = None
-    max_lag: int = 1
-    """Policy versions between sampling and training; 0 = strictly on-policy."""
-    update_passes: int = 1
-    mini_batches: int = 1
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class RewardConfig:
     """How named rewards add up to a rollout's scalar."""
 
@@ -145,6 +99,9 @@ class CheckpointConfig:
     every: int = 5
     """Steps between checkpoints."""
     keep: int = 2
+    """The newest ones; all others go, but the best."""
+    best: str = ""
+    """A path in steps.metrics ("reward", "lengths.mean"): keep the one where it is largest too."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,6 +118,9 @@ class LimitsConfig:
     float32_gap_floor: float = 1e-4
     bf16_gap_floor: float = 0.1
     """... or this large, whichever is more."""
+    redo_gap: float = 0.05
+    """Redo at other settings: distance from the recorded weights, relative to how far training
+    moved them since the checkpoint."""
     routing_mismatch: float = 0.3
     """Share of a layer's, or of a sequence's, recorded experts that the trainer may not choose."""
     routing_coverage: float = 0.9
@@ -270,46 +230,50 @@ def _value(hint: Any, value: Any, where: str) -> Any:
 
 def validate(config: Config) -> None:
     """Refuse combinations that cannot work, each with the reason."""
-    checks = [
-        (config.run.steps >= 1, f"run.steps is {config.run.steps}; at least 1"),
-        (config.algo.max_lag >= 0, f"algo.max_lag is {config.algo.max_lag}; 0 or more"),
-        (config.data.groups_per_step >= 1, "data.groups_per_step must be at least 1"),
-        (config.data.rollouts_per_group >= 1, "data.rollouts_per_group must be at least 1"),
-        (config.checkpoint.every >= 1, "checkpoint.every must be at least 1"),
-        (config.checkpoint.keep >= 1, "checkpoint.keep must be at least 1"),
-        (config.train.lr >= 0, f"train.lr is {config.train.lr}; 0 or more"),
-        (config.agent.workers >= 1, "agent.workers must be at least 1"),
-        (config.agent.max_turns >= 1, "agent.max_turns must be at least 1"),
-        (config.agent.partial_tokens >= 1, "agent.partial_tokens must be at least 1"),
-        (
-            config.train.routing in ("off", "replay", "freeze"),
-            f"train.routing is '{config.train.routing}'; off, replay or freeze",
-        ),
-        (config.train.routing_sample_every >= 1, "train.routing_sample_every must be at least 1"),
-        (
-            config.engine.dtype == config.train.dtype,
-            f"engine.dtype is {config.engine.dtype} and train.dtype is {config.train.dtype}: a "
-            "mixture hides the updates from the rollout policy; set both to the same",
-        ),
-        (
-            config.engine.dtype in ("float32", "bfloat16"),
-            f"engine.dtype is {config.engine.dtype}; float32 or bfloat16",
-        ),
-    ]
-    checks += [
-        (
-            config.algo.advantage in ESTIMATORS,
-            f"algo.advantage is '{config.algo.advantage}'; one of {sorted(ESTIMATORS)}",
-        ),
-        (
-            config.algo.loss in LOSS_NAMES,
-            f"algo.loss is '{config.algo.loss}'; one of {sorted(LOSS_NAMES)}",
-        ),
-    ]
+    algo, train = config.algo, config.train
+    for key, value, least in (
+        ("run.steps", config.run.steps, 1),
+        ("run.eval_every", config.run.eval_every, 0),
+        ("data.groups_per_step", config.data.groups_per_step, 1),
+        ("data.rollouts_per_group", config.data.rollouts_per_group, 1),
+        ("agent.workers", config.agent.workers, 1),
+        ("agent.max_turns", config.agent.max_turns, 1),
+        ("agent.partial_tokens", config.agent.partial_tokens, 1),
+        ("engine.count", config.engine.count, 1),
+        ("checkpoint.every", config.checkpoint.every, 1),
+        ("checkpoint.keep", config.checkpoint.keep, 1),
+        ("algo.max_lag", algo.max_lag, 0),
+        ("algo.refit_every", algo.refit_every, 1),
+        ("algo.update_passes", algo.update_passes, 1),
+        ("algo.mini_batches", algo.mini_batches, 1),
+        ("algo.kl_coef", algo.kl_coef, 0),
+        ("train.lr", train.lr, 0),
+        ("train.routing_sample_every", train.routing_sample_every, 1),
+    ):
+        if value < least:
+            raise ConfigError(f"{key} is {value}; at least {least}")
+    for key, name, known in (
+        ("engine.dtype", config.engine.dtype, ("float32", "bfloat16")),
+        ("algo.advantage", algo.advantage, ESTIMATORS),
+        ("algo.loss", algo.loss, LOSS_NAMES),
+        ("algo.lag", algo.lag, POLICIES),
+        ("train.routing", train.routing, ("off", "replay", "freeze")),
+    ):
+        if name not in known:
+            raise ConfigError(f"{key} is '{name}'; one of {sorted(known)}")
+    if config.engine.dtype != train.dtype:
+        raise ConfigError(
+            f"engine.dtype is {config.engine.dtype} and train.dtype is {train.dtype}: a mixture "
+            "hides the updates from the rollout policy; set both to the same"
+        )
+    if algo.max_lag < algo.refit_every - 1:
+        raise ConfigError(
+            f"algo.refit_every is {algo.refit_every} and algo.max_lag {algo.max_lag}: the last "
+            f"step before a refit trains on tokens {algo.refit_every - 1} versions old"
+        )
+    if algo.kl_target is not None and not (algo.kl_coef > 0 and algo.kl_target > 0):
+        raise ConfigError("algo.kl_target needs algo.kl_coef > 0 to start from, and to be above 0")
     resolve(config.agent.env, "agent.env")
-    for ok, why in checks:
-        if not ok:
-            raise ConfigError(why)
 
 
 def to_dict(config: Config) -> dict[str, Any]:

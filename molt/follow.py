@@ -1,10 +1,9 @@
 """`molt tail` and `molt runs`: what happens in a log, and which logs a folder holds.
 
-Both only read; `molt tail` follows a log that is being written, by polling (no hints needed).
+Both only read; `molt tail` follows a log that is being written, by polling, sooner with hints.
 """
 
 import json
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -28,7 +27,7 @@ def events(log: Log, *, follow: bool, poll_s: float = 0.5) -> Iterator[str]:
             yield from commit_lines(commit)
         if not follow:
             return
-        time.sleep(poll_s)
+        tail.wait(poll_s)
 
 
 def record_line(record: Record) -> str:

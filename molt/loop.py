@@ -5,61 +5,63 @@ policy -> resume. Whatever is in flight when the driver dies is found again by f
 steps that were planned are executed again (redo), prompts that were issued and not settled are
 issued again (invariants I4 and I5).
 
-    prompts -> engine <- agents -> segments, rewards, rollouts -> log
-                 ^                                                 | fold
-                 +---- refit <- step <- trainer <- plan <----------+
+    prompts -> engines <- agents -> segments, rewards, rollouts -> log
+                  ^                                                 | fold
+                  +---- refit <- step <- trainer <- plan <----------+
 """
 
 import asyncio
-import json
 import signal
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from molt import checkpoints, startup
+from molt import checkpoints, recovery, startup
 from molt.cluster import Cluster
 from molt.config import Config
-from molt.data import Prompts
-from molt.metrics import StepClock, plan_metrics
-from molt.planning import Drop, groups_to_issue, oldest_version, plan_group, plan_header
+from molt.data import Prompts, settled_rewards
+from molt.issuing import Issuer
+from molt.metrics import Meter, at_path, plan_metrics, rollout_metrics
+from molt.planning import Drop, oldest_version, plan_group, plan_header, progress
 from molt.publish import Published, Publisher
-from molt.replay.redo import plan_digest, redo
-from molt.rollout.worker import Assignment
-from molt.schemas.errors import MoltError
-from molt.schemas.records import PlanRow, PromptRow
+from molt.recovery import Start
+from molt.replay.lag import holds_back
+from molt.replay.redo import plan_digest, sketch_rows
+from molt.schemas.errors import EngineError, MoltError
+from molt.schemas.records import PlanRow, Version
 from molt.schemas.text import canonical_json
 from molt.screen import Screen
+from molt.sinks import Sinks
 from molt.store import Log
-from molt.store.fold import COLUMNS as FOLD_COLUMNS
-from molt.store.fold import STREAMS as FOLD_STREAMS
-from molt.store.fold import Fold, Group, unsettled
+from molt.store.compact import compact
+from molt.store.fold import Attempt, Group
 
 
-async def train(config: Config, screen: Screen, *, accept_changes: bool = False) -> Log:
+async def train(config: Config, screen: Screen, start: Start | None = None) -> Log:
     """Start or resume the run of `config.run.dir` and train until `run.steps` or a signal."""
-    if startup.is_complete(config):
+    start = start or Start()
+    if start.is_plain and startup.is_complete(config):
         screen.say(f"{config.run.dir} has all its {config.run.steps} steps; nothing to do. Another")
         screen.say("run: --set run.dir=... ; a longer one: --set run.steps=...")
         return Log.open(config.run.dir)
     prompts = Prompts(config.data, config.run.seed)
     model_folder = startup.prepare_model(config, screen)
-    log, epoch = startup.open_log(config, model_folder, accept_changes, screen)
-    cluster = Cluster(config, log.path, epoch, model_folder)
+    startup.check_room(config, model_folder, screen)
+    log, epoch = startup.open_log(config, model_folder, start, screen)
+    cluster = Cluster(config, log.path, epoch, model_folder, screen.say)
     run = Run(config, screen, log, epoch, cluster, prompts)
     try:
-        await run.start()
-        if run.step == 0:
-            await run.evaluate()
+        await run.start(start)
+        await run.evaluate_if_due()
         while run.step < config.run.steps:
             plan = await run.plan()
             if plan is None:
                 await run.checkpoint()
                 break
             await run.train(plan)
-            await run.publish()
-        if run.step == config.run.steps:
-            await run.evaluate()
+            await run.publish_if_due()
+            await run.evaluate_if_due()
     finally:
         await run.close()
     return log
@@ -80,58 +82,48 @@ class Run:
         self.config, self.screen, self.log, self.epoch = config, screen, log, epoch
         self.cluster, self.prompts = cluster, prompts
         self.writer = log.writer(epoch, linger_s=config.log.linger_s)
-        self.fold = Fold(log.tail(streams=FOLD_STREAMS, columns=FOLD_COLUMNS))
         self.step = 0
         """Last step whose record is durable."""
+        self.state_digest: str | None = None
+        """Of the trainer's state after `step`; None for the model's own weights."""
         self.version = 0
         """Version that the engines sample with."""
         self.started = self.stopping = False
-        self.clock = StepClock()
-        self._playing: set[asyncio.Task[None]] = set()
-        self._issued_at: dict[str, int] = {}
-        self._drops_in_a_row: list[Drop] = []
+        self.meter, self.sinks = Meter(), Sinks(config)
+        self.metrics: dict[str, Any] = {}
+        """Of the last step."""
+        self.issuer = Issuer(self, prompts)
+        self._dropped_in_a_row = 0
+        self._compacting: asyncio.Task[Any] | None = None
 
     # -- start and stop ------------------------------------------------------------------------
 
-    async def start(self) -> None:
-        """Processes, recovery, proof that the engine runs our weights, and unsettled prompts."""
+    async def start(self, start: Start) -> None:
+        """Processes, recovery, proof that the engines run our weights, and unsettled prompts."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._stop)
-        self.fold.update()
+        self.fold = recovery.open_fold(self.log, start, self.screen.say)
+        for drop in recovery.asked_drops(self.fold, start.drop):
+            self.drop(drop)
         await startup.start_processes(self.cluster, self.screen)
         self.publisher = Publisher(
             self.cluster.trainers,
-            self.cluster.engines,
+            self.cluster.engines_by_name(),
             self.epoch,
             self.config.engine.dtype,
             self.config.limits,
             self.cluster.call,
+            self.cluster.lost,
         )
-        await self.recover()
-        await startup.prove_engine(self, self.screen)
+        await recovery.recover(self)
+        await startup.prove_engines(self, self.screen)
         with self.screen.phase("publishing the first weights, starting rollout workers"):
             self.record_policy(await self.publisher.refit(self.step))
             await self.publisher.resume()
             await self.cluster.start_workers()
         self.started = True
-        self.issue_again("eval")
-        self.issue_again("train")
-
-    async def recover(self) -> None:
-        """Checkpoint + redo: the state after the last planned step, bit for bit."""
-        found = await checkpoints.load(self)
-        after = 0
-        if found is not None:
-            after = self.step = found["step"]
-        plans = {s: n for s, n in self.fold.plans.items() if s > after}
-        if plans:
-            self.screen.say(f"redo of {len(plans)} step(s) after step {after}, from the log")
-        async for step, outcome in redo(self.cluster.execute, plans, self.fold.digests, after):
-            if step not in self.fold.digests:
-                self.record_step(step, self.log.records(plans[step])[0].rows, outcome)
-            self.step = step
-            self.screen.say(f"step {step} redone: state {outcome.state_digest} as recorded")
+        self.issuer.adopt()
 
     def _stop(self) -> None:
         if self.stopping or not self.started:
@@ -141,106 +133,15 @@ class Run:
 
     async def close(self) -> None:
         """End everything; the log stays readable and the same command goes on."""
-        for task in self._playing:
-            task.cancel()
-        await asyncio.gather(*self._playing, return_exceptions=True)
+        await self.issuer.close()
         with self.screen.phase("closing"):
             try:
                 await self.cluster.close()
+                if self._compacting is not None:
+                    await asyncio.wait([self._compacting])
             finally:
+                self.sinks.close()
                 self.writer.close()
-
-    # -- prompts -------------------------------------------------------------------------------
-
-    def issue(self) -> None:
-        """Issue as many new prompts as the lag limit allows; durable before they are dispatched."""
-        self.fold.update()
-        n = groups_to_issue(
-            planned=self.fold.last_planned,
-            version=self.version,
-            unsettled=len(self.fold.open_groups("train")),
-            config=self.config,
-        )
-        first = self.fold.next_ordinal.get("train", 0)
-        prompts = [(k, self.prompts.train(k)) for k in range(first, first + n)]
-        self._issue("train", "train", prompts, self.config.data.rollouts_per_group)
-
-    def _issue(
-        self, purpose: str, dataset: str, prompts: Sequence[tuple[int, dict[str, Any]]], n: int
-    ) -> None:
-        rows = [
-            PromptRow(
-                ordinal=k,
-                group_id=f"{purpose}-{k}",
-                purpose=purpose,
-                dataset=dataset,
-                prompt=canonical_json(prompt),
-                n=n,
-                attempt=0,
-                reason="new",
-            )
-            for k, prompt in prompts
-        ]
-        self._append_and_dispatch(
-            rows, [[(f"{r.group_id}/{i}", 0) for i in range(n)] for r in rows]
-        )
-
-    def issue_again(self, purpose: str) -> None:
-        """Issue what earlier epochs left unfinished: new attempts of the missing rollouts (I5)."""
-        rows, missing = [], []
-        for group, again in unsettled(self.fold, purpose):
-            prompt = self.log.row(group.prompt_ref)["prompt"]
-            rows.append(
-                PromptRow(
-                    ordinal=group.ordinal,
-                    group_id=group.group_id,
-                    purpose=purpose,
-                    dataset=group.dataset,
-                    prompt=prompt,
-                    n=group.n,
-                    attempt=max(attempt for _, attempt in again),
-                    reason="reissue",
-                    rollouts=[{"rollout_id": r, "attempt": a} for r, a in again],
-                )
-            )
-            missing.append(again)
-        if rows:
-            self.screen.say(f"issuing {len(rows)} unfinished {purpose} prompt(s) again")
-        self._append_and_dispatch(rows, missing)
-
-    def _append_and_dispatch(
-        self, rows: Sequence[PromptRow], rollouts: Sequence[list[tuple[str, int]]]
-    ) -> None:
-        tickets = [self.writer.append("prompts", row) for row in rows]
-        self.writer.flush()
-        for ticket in tickets:
-            ticket.result()
-        for row, pairs in zip(rows, rollouts, strict=True):
-            self._issued_at[row.group_id] = self.version
-            worker = self.cluster.workers[row.ordinal % len(self.cluster.workers)]
-            play = [
-                Assignment(
-                    group_id=row.group_id,
-                    rollout_id=rollout_id,
-                    attempt=attempt,
-                    purpose=row.purpose,
-                    prompt=json.loads(row.prompt),
-                )
-                for rollout_id, attempt in pairs
-            ]
-            task = asyncio.create_task(self.cluster.call(worker, "play", play))
-            self._playing.add(task)
-
-    async def _news(self) -> None:
-        """Wait until a group was played to its end; an error of a worker is raised here."""
-        done: set[asyncio.Task[None]] = set()
-        if self._playing:
-            done, self._playing = await asyncio.wait(
-                self._playing, timeout=0.5, return_when=asyncio.FIRST_COMPLETED
-            )
-        for task in done:
-            task.result()
-        self.clock.check_stuck(bool(done), self.config.run.stuck_s, self.fold)
 
     # -- one step ------------------------------------------------------------------------------
 
@@ -249,54 +150,71 @@ class Run:
         step = self.step + 1
         self._phase("generation", f"step {step}: waiting for rollouts")
         while not self.stopping:
-            self.issue()
+            await self.refit_restarted()
+            self.issuer.fill()
             chosen = self.choose(step)
             if chosen is not None:
-                header = asdict(plan_header(self.config, step, self.epoch))
-                number = self.log.control.put("plan", chosen, header)
-                self._drops_in_a_row.clear()
-                self.issue()
-                return number
+                return self.put_plan(step, chosen)
             await self._news()
         return None
 
     def choose(self, step: int) -> list[PlanRow] | None:
-        """The rows of this step's groups, or None while they are not all there.
+        """The rows of this step's groups, oldest tokens first; None while it must wait.
 
-        Oldest first, and never without a group that would be over the lag limit one step later.
+        It waits for enough groups, and under `algo.lag = "wait"` for unfinished ones that one more
+        version would push over the limit. Groups that cannot be trained are dropped at once.
         """
-        ready: dict[str, list[PlanRow]] = {}
-        for group in self.fold.closed_groups("train"):
-            planned = plan_group(self.fold, group, step, self.config)
-            if isinstance(planned, Drop):
-                self.drop(planned)
-            else:
-                ready[group.group_id] = planned
-        waiting = self.fold.open_groups("train")
-        due = [g for g in waiting if self._lag_if_postponed(g, step) > self.config.algo.max_lag]
-        if len(ready) < self.config.data.groups_per_step or any(
-            g.group_id not in ready for g in due
-        ):
+        config, ready, slow = self.config, [], False
+        backlog = {group.group_id for group, _ in self.issuer.backlog}
+        for group in self.fold.open_groups("train"):
+            if self.fold.is_closed(group):
+                planned = plan_group(self.fold, group, step, config)
+                if isinstance(planned, Drop):
+                    self.drop(planned, group)
+                else:
+                    self._dropped_in_a_row = 0
+                    ready.append((self._oldest(group), group.ordinal, planned))
+            elif config.algo.lag == "wait" and group.group_id not in backlog:
+                slow |= holds_back(
+                    step - self._oldest(group),
+                    config.algo.max_lag,
+                    progress(self.fold, group, config.sampling.max_tokens),
+                )
+        if slow or len(ready) < config.data.groups_per_step:
             return None
-        order = [g.group_id for g in due] + [g for g in ready if g not in {d.group_id for d in due}]
-        return [row for g in order[: self.config.data.groups_per_step] for row in ready[g]]
+        ready.sort(key=lambda item: item[:2])
+        return [row for *_, rows in ready[: config.data.groups_per_step] for row in rows]
 
-    def _lag_if_postponed(self, group: Group, step: int) -> int:
-        issued = self._issued_at.get(group.group_id, self.version)
-        return step - min(issued, oldest_version(self.fold, group, issued))
+    def _oldest(self, group: Group) -> int:
+        issued = self.issuer.issued_at.get(group.group_id, self.version)
+        return min(issued, oldest_version(self.fold, group, issued))
 
-    def drop(self, drop: Drop) -> None:
+    def put_plan(self, step: int, rows: Sequence[PlanRow]) -> int:
+        """Make the plan durable: from here on its groups are settled and the step will happen."""
+        groups = {row.group_id: self.fold.groups[row.group_id] for row in rows}
+        trained = [a for g in groups.values() for a in self._finished(g)]
+        self.meter.planned = rollout_metrics(trained, self.meter.dropped)
+        number = self.put("plan", rows, asdict(plan_header(self.config, step, self.epoch)))
+        self.issuer.fill()
+        return number
+
+    def drop(self, drop: Drop, group: Group | None = None) -> None:
         """Settle a group without a step; a run that only drops is stopped with the reason."""
-        self.log.control.put("drop", [drop], {})
-        self.fold.update()
+        self.meter.drop(drop.reason, self._finished(group) if group is not None else [])
+        self.put("drop", [drop], {})
         self.screen.say(f"{drop.group_id} dropped: {drop.reason}")
-        self._drops_in_a_row.append(drop)
-        if len(self._drops_in_a_row) >= self.config.run.drops_in_a_row_max:
+        self._dropped_in_a_row += 1
+        limit = max(self.config.run.drops_in_a_row_max, 10 * self.config.data.groups_per_step)
+        if self._dropped_in_a_row >= limit:
             raise MoltError(
-                f"{len(self._drops_in_a_row)} groups in a row were dropped, the last one with "
-                f"'{drop.reason}'; nothing can be trained. `molt sql {self.log.path} \"select "
-                'reason, count(*) from rollouts group by 1"` shows all reasons'
+                f"{limit} groups in a row were dropped, the last one with '{drop.reason}'; nothing "
+                f'can be trained. `molt sql {self.log.path} "select reason, count(*) from '
+                'rollouts group by 1"` shows all reasons'
             )
+
+    def _finished(self, group: Group) -> list[Attempt]:
+        found = (self.fold.finished(group, r) for r in group.rollout_ids())
+        return [attempt for attempt in found if attempt is not None]
 
     async def train(self, plan: int) -> None:
         """Execute a durable plan, record the step, and checkpoint when it is due."""
@@ -304,81 +222,133 @@ class Run:
         self._phase("training", f"step {step}: training, rollouts go on")
         outcome = await self.cluster.execute(plan)
         self.record_step(step, self.log.records(plan)[0].rows, outcome)
-        self.step = step
+        self.step, self.state_digest = step, outcome.state_digest
         if step == self.config.run.steps or step % self.config.checkpoint.every == 0:
             await self.checkpoint()
 
     async def checkpoint(self) -> None:
         """Save the state after the last step, unless that is done or there is none."""
-        if self.step and not any(row["step"] == self.step for row in self.fold.checkpoints):
-            self._phase("checkpoint", f"step {self.step}: checkpoint")
-            await checkpoints.save(self, self.fold.digests[self.step])
+        if not self.step or any(row["step"] == self.step for row in self.fold.checkpoints):
+            return
+        self._phase("checkpoint", f"step {self.step}: checkpoint")
+        best = self.config.checkpoint.best
+        await checkpoints.save(self, at_path(self.metrics, best) if best else None)
+        if self._compacting is None or self._compacting.done():
+            self._compacting = asyncio.create_task(self._compact())
+
+    async def _compact(self) -> None:
+        """Pack settled commits in the background; what goes wrong there stops nothing here."""
+        try:
+            await asyncio.to_thread(compact, Log.open(self.log.path))
+        except (MoltError, OSError) as error:
+            self.screen.say(f"compaction: {error}")
 
     def record_step(self, step: int, rows: Sequence[dict[str, Any]], outcome: Any) -> None:
-        metrics = {**plan_metrics(rows), **outcome.metrics, "seconds": self.clock.lap()}
+        """Make a step durable, with all its metrics."""
+        driver = self.meter.take()
+        seconds = {**driver["seconds"], "trainer": outcome.metrics["seconds"]}
+        metrics = {**plan_metrics(rows), **driver, **outcome.metrics, "seconds": seconds}
         groups = {r["group_id"] for r in rows}
         counts = {"rollouts": len(rows), "groups": len(groups), "plan": plan_digest(rows)}
-        self.log.control.put(
-            "step",
-            [
-                {
-                    "epoch": self.epoch,
-                    "step": step,
-                    "updates": outcome.updates,
-                    "loss": outcome.loss,
-                    "grad_norm": outcome.grad_norm,
-                    "n_tokens": outcome.n_tokens,
-                    "counts": canonical_json(counts),
-                    "metrics": canonical_json(metrics),
-                    "state_digest": outcome.state_digest,
-                }
-            ],
-        )
-        self.fold.update()
-        self.screen.step(
-            step,
-            self.config.run.steps,
-            metrics,
-            outcome.n_tokens / max(sum(metrics["seconds"].values()), 1e-9),
-        )
-
-    async def publish(self) -> None:
-        """Refit the engines to the weights of the last step, record them, and go on sampling."""
-        self._phase("refit", f"step {self.step}: refitting the engine, probe")
-        self.record_policy(await self.publisher.refit(self.step))
-        await self.publisher.resume()
-
-    def record_policy(self, published: Published) -> None:
         row = {
             "epoch": self.epoch,
-            "kv": "recomputed",
-            "engines": [f"engine-{i}" for i in range(len(self.cluster.engines))],
-            **asdict(published),
+            "step": step,
+            "updates": outcome.updates,
+            "loss": outcome.loss,
+            "grad_norm": outcome.grad_norm,
+            "n_tokens": outcome.n_tokens,
+            "counts": canonical_json(counts),
+            "metrics": canonical_json(metrics),
+            "state_digest": outcome.state_digest,
+            "sketch": sketch_rows(outcome.sketch),
         }
-        self.log.control.put("policy", [row])
-        self.version = published.version
+        self.put("step", [row])
+        self.metrics = metrics
+        self.sinks.write(step, metrics)
+        self.screen.step(step, self.config.run.steps, metrics)
+
+    def put(self, kind: str, rows: Sequence[Any], header: Mapping[str, Any] | None = None) -> int:
+        """One durable control record, folded at once."""
+        started = time.perf_counter()
+        number = self.log.control.put(kind, rows, header)
+        self.meter.commit_s.append(time.perf_counter() - started)
         self.fold.update()
+        if kind in ("plan", "drop") and self.prompts.wants_rewards:
+            self.issuer.rewards |= settled_rewards(self.log.records(number)[0])
+        return number
 
-    def _phase(self, name: str, text: str) -> None:
-        self.clock.start(name)
-        self.screen.doing(text)
+    # -- weights -------------------------------------------------------------------------------
 
-    # -- evaluation ----------------------------------------------------------------------------
+    async def publish_if_due(self) -> None:
+        """Refit every `algo.refit_every` steps, and after the last one."""
+        due = self.step - self.version >= self.config.algo.refit_every
+        if due or self.step == self.config.run.steps:
+            await self.publish()
 
-    async def evaluate(self) -> None:
+    async def publish(self) -> None:
+        """Refit the engines to the weights of the last step, record them, and go on sampling.
+
+        Engines that were started again take part, before their first token.
+        """
+        self._phase("refit", f"step {self.step}: refitting the engines, probe")
+        fresh: dict[str, Any] = {}
+        while True:
+            fresh |= self.cluster.restarted()
+            self.publisher.engines |= fresh
+            try:
+                published = await self.publisher.refit(self.step)
+                break
+            except EngineError:
+                if self.publisher.engines or not await self.cluster.restart_done():
+                    raise
+        if Version(epoch=self.epoch, version=self.step) not in self.fold.policies:
+            self.record_policy(published)
+        await self.publisher.resume()
+        await self.cluster.announce(fresh)
+
+    async def refit_restarted(self) -> None:
+        """Give engines that are up again the present weights."""
+        if self.cluster.has_restarted():
+            self.screen.say("an engine is up again: refitting")
+            await self.publish()
+            self._phase("generation", f"step {self.step + 1}: waiting for rollouts")
+
+    def record_policy(self, published: Published) -> None:
+        self.meter.recompute_tokens += published.recompute_tokens
+        self.put("policy", [{"epoch": self.epoch, "kv": "recomputed", **asdict(published)}])
+        self.version = published.version
+
+    # -- evaluation and waiting ----------------------------------------------------------------
+
+    async def evaluate_if_due(self) -> None:
         """Greedy answers to all held-out prompts with the current weights; once per step."""
-        if not self.prompts.heldout:
+        every, last = self.config.run.eval_every, self.config.run.steps
+        due = self.step in (0, last) or (every and self.step % every == 0)
+        if not due or not self.prompts.heldout or self.stopping:
             return
+        if self.version != self.step:
+            await self.publish()
         dataset = f"heldout@{self.step}"
         self.fold.update()
         known = [g for g in self.fold.open_groups("eval") if g.dataset == dataset]
         first = self.fold.next_ordinal.get("eval", 0)
         fresh = self.prompts.heldout[len(known) :]
         with self.screen.phase(f"evaluating {len(self.prompts.heldout)} held-out prompts, greedy"):
-            self._issue("eval", dataset, list(enumerate(fresh, first)), 1)
+            self._phase("evaluation", f"step {self.step}: evaluation")
+            self.issuer.issue("eval", dataset, list(enumerate(fresh, first)), 1)
             while not self.stopping:
+                await self.refit_restarted()
                 self.fold.update()
                 asked = [g for g in self.fold.open_groups("eval") if g.dataset == dataset]
                 if all(self.fold.is_closed(g) for g in asked):
                     break
                 await self._news()
+
+    async def _news(self) -> None:
+        """Wait for rollouts; a run in which nothing finishes is stopped and says who waits."""
+        news = await self.issuer.news()
+        self.meter.clock.check_stuck(news, self.config.run.stuck_s, self.fold)
+
+    def _phase(self, name: str, text: str) -> None:
+        self.meter.clock.start(name)
+        self.screen.doing(text)

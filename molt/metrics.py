@@ -3,11 +3,17 @@
 import math
 import statistics
 import time
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from molt.schemas.errors import MoltError
-from molt.store.fold import Fold
+from molt.store.fold import Attempt, Fold
+
+RIGHT = 1.0
+"""A rollout counts as solved (pass@1) from this reward on."""
 
 
 def plan_metrics(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -29,7 +35,87 @@ def plan_metrics(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "rollouts_excluded": sum(not r["in_baseline"] for r in rows),
         "lag_max": max(lags, default=None),
         "lag_mean": statistics.fmean(lags) if lags else None,
+        "lags": {str(lag): n for lag, n in sorted(Counter(lags).items())},
+        "pass_at_1": statistics.fmean(r >= RIGHT for r in rewards) if rewards else None,
     }
+
+
+def rollout_metrics(trained: Sequence[Attempt], dropped: Sequence[Attempt]) -> dict[str, Any]:
+    """Lengths, truncation and regenerated tokens of the rollouts that a plan settles.
+
+    `lengths.trained` and `.issued` are deciles (10 % to 90 %) of the sampled tokens per rollout;
+    issued = trained + dropped since the last step. If they differ, long rollouts are being lost.
+    """
+    outcomes = [a.outcome for a in trained if a.outcome is not None]
+    n = [a.n_sampled for a in trained]
+    return {
+        "lengths": {
+            "mean": statistics.fmean(n) if n else None,
+            "max": max(n, default=None),
+            "trained": _deciles(n),
+            "issued": _deciles([*n, *(a.n_sampled for a in dropped)]),
+        },
+        "truncated": sum(o["status"] == "truncated" for o in outcomes) / max(len(outcomes), 1),
+        "regenerated_tokens": sum(o["counts"]["regenerated"] for o in outcomes),
+    }
+
+
+def _deciles(lengths: Sequence[int]) -> list[float]:
+    if not lengths:
+        return []
+    found: list[float] = np.quantile(lengths, np.arange(1, 10) / 10).tolist()
+    return found
+
+
+def at_path(metrics: dict[str, Any], path: str) -> float | None:
+    """The number at "a.b.c"; None if there is none."""
+    found: Any = metrics
+    for name in path.split("."):
+        found = found.get(name) if isinstance(found, dict) else None
+    return float(found) if isinstance(found, int | float) else None
+
+
+class Meter:
+    """What the driver counts between two steps; `take()` hands it over and begins anew."""
+
+    def __init__(self) -> None:
+        self.clock = StepClock()
+        self._begin()
+
+    def _begin(self) -> None:
+        self.drops: Counter[str] = Counter()
+        self.dropped: list[Attempt] = []
+        self.commit_s: list[float] = []
+        """Seconds from append, or put, to durable."""
+        self.redone = self.recompute_tokens = self.reissued = 0
+        self.planned: dict[str, Any] = {}
+        """`rollout_metrics` of the plan."""
+
+    def drop(self, reason: str, attempts: Sequence[Attempt]) -> None:
+        self.drops[reason.partition(":")[0]] += 1
+        self.dropped += attempts
+
+    def take(self) -> dict[str, Any]:
+        seconds = self.clock.lap()
+        whole = max(sum(seconds.values()), 1e-9)
+        found = {
+            **self.planned,
+            "seconds": seconds,
+            "idle": {
+                "trainer": round(seconds.get("generation", 0.0) / whole, 4),
+                "engines": round(seconds.get("refit", 0.0) / whole, 4),
+            },
+            "drops": dict(self.drops),
+            "commit_s": {
+                "mean": statistics.fmean(self.commit_s) if self.commit_s else None,
+                "max": max(self.commit_s, default=None),
+            },
+            "recompute_tokens": self.recompute_tokens,
+            "reissued": self.reissued,
+            "redone": self.redone,
+        }
+        self._begin()
+        return found
 
 
 class StepClock:
@@ -61,13 +147,20 @@ class StepClock:
         waited = time.monotonic() - self._last_news
         if waited < limit_s:
             return
-        waiting = [
-            f"{g.group_id} ({sum(fold.finished(g, r) is not None for r in g.rollout_ids())}/{g.n})"
-            for purpose in ("train", "eval")
-            for g in fold.open_groups(purpose)
-        ]
+        lines = []
+        for purpose in ("train", "eval"):
+            for g in fold.open_groups(purpose):
+                missing = [r for r in g.rollout_ids() if fold.finished(g, r) is None]
+                if missing:
+                    tokens = sum(
+                        a.n_sampled for r in missing for a in g.attempts.get(r, {}).values()
+                    )
+                    lines.append(
+                        f"{g.group_id} for {len(missing)}/{g.n} rollouts ({tokens} tokens)"
+                    )
         raise MoltError(
-            f"nothing finished for {waited:.0f} s; waiting for rollouts of "
-            f"{', '.join(waiting[:8]) or 'no group'}. See logs/worker-0.log and logs/engine-0.log "
-            "in the log's folder; agent.deadline_s bounds a rollout, run.stuck_s this wait"
+            f"nothing finished for {waited:.0f} s. The trainer waits for groups; the groups wait: "
+            f"{'; '.join(lines[:8]) or 'none is open'}. A rollout waits for its agent (logs/worker-"
+            "*.log), bounded by agent.deadline_s, or for its engine (logs/engine-*.log); "
+            "run.stuck_s bounds this wait"
         )

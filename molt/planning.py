@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from molt.config import AlgoConfig, Config, RewardConfig
+from molt.replay.lag import decide
 from molt.schemas.records import PlanBranch, PlanHeader, PlanRow, Ref
 from molt.store.fold import Attempt, Fold, Group
 from molt.train.advantages import advantages, zero_variance
@@ -24,10 +25,11 @@ class Drop:
 
 
 def groups_to_issue(*, planned: int, version: int, unsettled: int, config: Config) -> int:
-    """How many new groups may be issued without exceeding `max_lag` (backpressure).
+    """How many more groups may be played without exceeding `max_lag` (backpressure).
 
     A group issued now trains at the earliest in step `planned + 1 + unsettled // groups_per_step`
-    on tokens of `version`; its lag then is that step - 1 - version.
+    on tokens of `version`; its lag then is that step - 1 - version. Drops settle at once, so what
+    filters take away is asked for again.
     """
     per_step = config.data.groups_per_step
     steps_ahead = version + config.algo.max_lag - planned + 1
@@ -62,6 +64,17 @@ def oldest_version(fold: Fold, group: Group, default: int) -> int:
     return min((v.version for a in finished for v in a.versions()), default=default)
 
 
+def progress(fold: Fold, group: Group, max_tokens: int) -> float:
+    """Share of the group's token budget that is sampled; a finished rollout has used all of its."""
+    done = 0.0
+    for rollout_id in group.rollout_ids():
+        if fold.finished(group, rollout_id) is not None:
+            done += 1.0
+        elif attempts := group.attempts.get(rollout_id):
+            done += min(1.0, attempts[max(attempts)].n_sampled / max_tokens)
+    return done / group.n
+
+
 def plan_group(fold: Fold, group: Group, step: int, config: Config) -> list[PlanRow] | Drop:
     """The plan rows of a closed group, or the one drop that settles it."""
     attempts = [a for r in group.rollout_ids() if (a := fold.finished(group, r)) is not None]
@@ -78,7 +91,7 @@ def plan_group(fold: Fold, group: Group, step: int, config: Config) -> list[Plan
         rewards, in_baseline, config.algo.advantage, std_normalize=config.algo.std_normalize
     )
     return [
-        _plan_row(group, a, step, reward, refs, member, value)
+        _plan_row(group, a, step, reward, refs, member, value, config.algo)
         for a, reward, (_, refs), member, value in zip(
             attempts, rewards, scored, in_baseline, values, strict=True
         )
@@ -98,10 +111,10 @@ def _drop_reason(
     if not known:
         reasons = Counter(str((a.outcome or {}).get("reason")) for a in attempts)
         return f"no reward: {reasons.most_common(1)[0][0]}"
-    if any((lag_max(a, step) or 0) > algo.max_lag for a in attempts):
+    if any(decide(lag_max(a, step), algo.max_lag, algo.lag) == "drop" for a in attempts):
         return "lag"
     if algo.drop_equal and zero_variance(known):
-        return "equal rewards"
+        return f"equal rewards: {known[0]:g}"
     return None
 
 
@@ -113,8 +126,10 @@ def _plan_row(
     reward_refs: tuple[Ref, ...],
     in_baseline: bool,
     advantage: float,
+    algo: AlgoConfig,
 ) -> PlanRow:
     trains = in_baseline and attempt.n_train > 0
+    lag = lag_max(attempt, step)
     branches = (
         PlanBranch(
             tip=b.tip,
@@ -131,8 +146,8 @@ def _plan_row(
         reward_refs=reward_refs,
         in_baseline=in_baseline,
         advantage=advantage if in_baseline else 0.0,
-        lag_max=lag_max(attempt, step),
-        decision="train" if trains else "baseline_only",
+        lag_max=lag,
+        decision=decide(lag, algo.max_lag, algo.lag) if trains else "baseline_only",
         chain_digest=attempt.chain_digest(),
     )
 

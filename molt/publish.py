@@ -6,14 +6,14 @@ first step the same is shown with perturbed weights, which a stale tensor cannot
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from molt.config import LimitsConfig
-from molt.schemas.errors import ModelIdentityError
+from molt.schemas.errors import EngineError, ModelIdentityError
 
 PROBE_PROMPTS = 8
 PROBE_TOKENS = 32
@@ -49,6 +49,8 @@ class Published:
     seconds: float
     recompute_tokens: int
     """Tokens of sequences in flight whose KV was dropped and is computed again on resume."""
+    engines: tuple[str, ...]
+    """Those that received the version, each with this digest."""
     probe: Gap
 
 
@@ -75,64 +77,84 @@ class Publisher:
     def __init__(
         self,
         trainers: Sequence[Any],
-        engines: Sequence[Any],
+        engines: Mapping[str, Any],
         epoch: int,
         dtype: str,
         limits: LimitsConfig,
         call: Callable[..., Awaitable[Any]],
+        lost: Callable[[str, Any], None] | None = None,
     ) -> None:
-        self.trainers, self.engines, self.epoch = trainers, engines, epoch
-        self.dtype, self.limits, self.call = dtype, limits, call
+        """`lost(name, engine)` is told of an engine that failed: it is left out from then on."""
+        self.trainers, self.engines, self.epoch = trainers, dict(engines), epoch
+        self.dtype, self.limits, self.call, self.lost = dtype, limits, call, lost
         self.probe: Probe | None = None
         self.baseline: Gap | None = None
+        self._backend = "gloo"
+        self._connected: list[Any] = []
         self._manifest: Any = None
 
     async def connect(self, backend: str) -> None:
         """Form the transfer group: trainer rank 0, then one rank per engine."""
-        n = len(self.engines)
+        self._backend, engines = backend, list(self.engines.values())
         rank0 = self.trainers[0]
-        host, port = await self.call(rank0, "open_sender", backend, n)
+        host, port = await self.call(rank0, "open_sender", backend, len(engines))
         self._manifest = (await self._on_trainers("manifest"))[0]
         await asyncio.gather(
             self.call(rank0, "connect_sender"),
             *(
-                self.call(e, "init_transfer", self.epoch, host, port, n + 1, i + 1)
-                for i, e in enumerate(self.engines)
+                self.call(e, "init_transfer", self.epoch, host, port, len(engines) + 1, i + 1)
+                for i, e in enumerate(engines)
             ),
         )
+        self._connected = engines
 
     async def transfer_unproven(self, version: int) -> None:
         """Weights that nothing is trained on: the probe itself is sampled with them."""
-        await self._on_engines("pause")
+        await self._pause()
         await self._transfer(version)
         await self.resume()
 
     async def refit(self, version: int) -> Published:
         """Pause, transfer, compare digests, probe. Generation stays paused: the caller records
-        the policy and resumes. ModelIdentityError after `RETRIES` failed attempts.
+        the policy and resumes.
+
+        An engine that fails is left out and the group formed anew with the others. Raises
+        ModelIdentityError if digests still differ after `RETRIES` more attempts, EngineError if no
+        engine is left.
         """
-        dropped = await self._on_engines("pause")
-        for attempt in range(1 + RETRIES):
-            sent, received = await self._transfer(version)
-            if all(r["digest"] == sent["digest"] for r in received):
-                break
-            if attempt == RETRIES:
-                raise ModelIdentityError(
-                    f"version {version}: trainer sent weights {sent['digest']}, engines received "
-                    f"{[r['digest'] for r in received]}; generation stays paused"
-                )
-        found = await self.measure()
-        self._judge(version, found)
-        return Published(
-            version=version,
-            weights_digest=sent["digest"],
-            bytes=sent["bytes"],
-            seconds=sent["seconds"],
-            recompute_tokens=sum(dropped),
-            probe=found,
+        dropped, why = 0, ""
+        for _ in range(1 + RETRIES):
+            dropped = max(dropped, await self._pause())
+            try:
+                if list(self.engines.values()) != self._connected:
+                    await self.connect(self._backend)
+                sent, received = await self._transfer(version)
+                why = f"engines received {[r['digest'] for r in received]}"
+                if any(r["digest"] != sent["digest"] for r in received):
+                    continue
+                found = await self.measure()
+            except ModelIdentityError:
+                raise
+            except EngineError as error:  # the next pause finds out whose it was
+                why, self._connected = str(error), []
+                continue
+            self._judge(version, found)
+            return Published(
+                version=version,
+                weights_digest=sent["digest"],
+                bytes=sent["bytes"],
+                seconds=sent["seconds"],
+                recompute_tokens=dropped,
+                engines=tuple(self.engines),
+                probe=found,
+            )
+        raise ModelIdentityError(
+            f"version {version} could not be published in {1 + RETRIES} attempts: {why}; "
+            "generation stays paused"
         )
 
     async def resume(self) -> None:
+        """Let the engines sample; one that is gone meanwhile is left out."""
         await self._on_engines("resume")
 
     async def self_test(self, version: int, seed: int) -> Gap:
@@ -140,7 +162,7 @@ class Publisher:
 
         The perturbed probe must agree on both sides *and* differ from the unperturbed one.
         """
-        await self._on_engines("pause")
+        await self._pause()
         before = await self._on_trainers("score", self._probe.sequences)
         await self._on_trainers("perturb", self.limits.noise, seed)
         await self._transfer(version)
@@ -161,7 +183,10 @@ class Publisher:
         """Score the probe on both sides; the largest gap over all engines."""
         scores, *engine_scores = await asyncio.gather(
             self._on_trainers("score", self._probe.sequences),
-            *(self.call(e, "score", self.epoch, self._probe.sequences) for e in self.engines),
+            *(
+                self.call(e, "score", self.epoch, self._probe.sequences)
+                for e in self.engines.values()
+            ),
         )
         gaps = [gap(e, scores[0], self._probe.n_context) for e in engine_scores]
         return max(gaps, key=lambda g: g.mean_gap)
@@ -172,13 +197,24 @@ class Publisher:
         return self.probe
 
     async def _transfer(self, version: int) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-        sent, *received = await asyncio.gather(
-            self._send(),
+        """What was sent and what every engine received; EngineError if one of them failed."""
+        calls = [
+            asyncio.ensure_future(self._send()),
             *(
-                self.call(e, "receive_weights", self.epoch, self._manifest, version)
-                for e in self.engines
+                asyncio.ensure_future(
+                    self.call(e, "receive_weights", self.epoch, self._manifest, version)
+                )
+                for e in self.engines.values()
             ),
-        )
+        ]
+        try:
+            sent, *received = await asyncio.gather(*calls)
+        except EngineError:
+            # Whoever waits for the one that is gone notices when the group is closed.
+            await asyncio.gather(calls[0], return_exceptions=True)
+            await self.call(self.trainers[0], "close_sender")
+            await asyncio.gather(*calls, return_exceptions=True)
+            raise
         return sent, received
 
     async def _send(self) -> dict[str, Any]:
@@ -193,8 +229,28 @@ class Publisher:
     async def _on_trainers(self, method: str, *args: Any) -> list[Any]:
         return await asyncio.gather(*(self.call(t, method, *args) for t in self.trainers))
 
+    async def _pause(self) -> int:
+        """Pause every engine that lives; tokens whose KV that dropped."""
+        return sum(await self._on_engines("pause"))
+
     async def _on_engines(self, method: str) -> list[Any]:
-        return await asyncio.gather(*(self.call(e, method, self.epoch) for e in self.engines))
+        """The answers of those that live; EngineError if none does."""
+        names = list(self.engines)
+        answers = await asyncio.gather(
+            *(self.call(self.engines[n], method, self.epoch) for n in names),
+            return_exceptions=True,
+        )
+        last: Exception | None = None
+        for name, answer in zip(names, answers, strict=True):
+            if not isinstance(answer, BaseException):
+                continue
+            if not isinstance(answer, EngineError) or self.lost is None:
+                raise answer
+            last = answer
+            self.lost(name, self.engines.pop(name))
+        if not self.engines:
+            raise EngineError(f"no engine is left: {last}") from last
+        return [a for a in answers if not isinstance(a, BaseException)]
 
     def _check_perturbed(self, found: Gap, moved: Gap) -> None:
         self._check_absolute(

@@ -74,9 +74,11 @@ class Screen:
         finally:
             self._doing = outer
 
-    def step(self, step: int, steps: int, metrics: dict[str, Any], tokens_per_s: float) -> None:
-        """One finished step: reward, lag, mismatch, tokens/s."""
+    def step(self, step: int, steps: int, metrics: dict[str, Any]) -> None:
+        """One finished step: reward, lag, trained tokens per second of the whole loop."""
         reward = metrics["reward"]
+        whole = sum(s for s in metrics["seconds"].values() if not isinstance(s, dict))
+        tokens_per_s = metrics["tokens"] / max(whole, 1e-9)
         text = (
             f"reward {'-' if reward is None else format(reward, '.3f')}  "
             f"lag {'-' if metrics['lag_max'] is None else metrics['lag_max']}  "

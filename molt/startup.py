@@ -4,15 +4,19 @@ import asyncio
 import importlib.metadata
 import json
 import platform
+import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from molt.checkpoints import sweep
 from molt.cluster import Cluster
 from molt.config import Config, difference, to_dict
 from molt.model import folder_digests, resolve_model
 from molt.publish import PROBE_PROMPTS, PROBE_TOKENS, Gap, Probe
+from molt.recovery import Start, cut, open_fold
+from molt.replay.replay import history
 from molt.rollout.types import Completion
 from molt.rollout.worker import encode_prompt, judge_segment
 from molt.schemas.errors import ConfigError, LogCorrupt, ModelIdentityError
@@ -20,7 +24,7 @@ from molt.schemas.records import PromptRow, Sampling
 from molt.schemas.text import canonical_json
 from molt.screen import Screen
 from molt.store import Log
-from molt.store.fold import COLUMNS, STREAMS, Fold
+from molt.store.fold import Fold
 
 if TYPE_CHECKING:
     from molt.loop import Run
@@ -28,9 +32,22 @@ if TYPE_CHECKING:
 PROMPTS_TRIED_MAX = 64
 """Prompts that are tried until the probe has its eight."""
 
+PROCESS_GIB = 1.0
+"""What a process needs besides weights and caches."""
+DISK_MARGIN = 1.1
+
 FREE_TO_CHANGE = (
     *("run.dir", "run.name", "run.steps", "run.drops_in_a_row_max", "run.stuck_s"),
-    *("checkpoint.", "limits.", "log.", "agent.workers", "agent.deadline_s"),
+    *(
+        "agent.engine_wait_s",
+        "agent.partial_tokens",
+        "run.eval_every",
+        "run.restarts_max",
+        "run.sinks",
+        "engine.count",
+        "engine.kv_cache_gib",
+    ),
+    *("checkpoint.", "limits.", "log.", "agent.workers", "agent.deadline_s", "train.world_size"),
     "train.routing_sample_every",
 )
 """Settings that do not change what is learned; all others need `--accept-changes` on resume."""
@@ -53,9 +70,53 @@ def prepare_model(config: Config, screen: Screen) -> str:
         return resolve_model(config.model)
 
 
-def open_log(
-    config: Config, model_folder: str, accept_changes: bool, screen: Screen
-) -> tuple[Log, int]:
+def check_room(config: Config, model_folder: str, screen: Screen) -> None:
+    """Say before anything starts that memory is short; ConfigError if a checkpoint will not fit.
+
+    Per parameter the trainer holds weight, gradient and two moments in float32, a checkpoint all
+    but the gradient; `algo.kl_coef` adds a copy.
+    """
+    import psutil
+
+    files = sorted(Path(model_folder).glob("*.safetensors"))
+    n_parameters = sum(f.stat().st_size // _bytes_per_weight(files[0]) for f in files)
+    weight = 4 if config.engine.dtype == "float32" else 2
+    trainer = n_parameters * (20 if config.algo.kl_coef > 0 else 16) / 2**30
+    engine = n_parameters * weight / 2**30 + config.engine.kv_cache_gib
+    processes = config.train.world_size + config.engine.count + config.agent.workers
+    need = trainer + config.engine.count * engine + PROCESS_GIB * processes
+    free = psutil.virtual_memory().available / 2**30
+    if need > free:
+        screen.say(
+            f"memory may run out: about {need:.1f} GiB are needed ({trainer:.1f} trainer, "
+            f"{config.engine.count} x {engine:.1f} engine, {PROCESS_GIB} per process), "
+            f"{free:.1f} are free"
+        )
+    folder = Path(config.run.dir).absolute()
+    while not folder.exists():
+        folder = folder.parent
+    disk, checkpoint = shutil.disk_usage(folder).free / 2**30, n_parameters * 12 / 2**30
+    if disk < checkpoint * DISK_MARGIN:
+        raise ConfigError(
+            f"{folder} has {disk:.1f} GiB free, one checkpoint needs {checkpoint:.1f}; free some "
+            "space, or choose another place with --set run.dir=..."
+        )
+    if disk < checkpoint * (config.checkpoint.keep + 1):
+        screen.say(
+            f"disk may run out: {config.checkpoint.keep} kept checkpoints and the one being "
+            f"written need {checkpoint * (config.checkpoint.keep + 1):.1f} GiB, {disk:.1f} are free"
+        )
+
+
+def _bytes_per_weight(file: Path) -> int:
+    """Of a stored checkpoint, from the header of one of its files."""
+    from safetensors import safe_open
+
+    with safe_open(str(file), framework="numpy") as tensors:
+        return 4 if tensors.get_slice(next(iter(tensors.keys()))).get_dtype() == "F32" else 2
+
+
+def open_log(config: Config, model_folder: str, start: Start, screen: Screen) -> tuple[Log, int]:
     """Create or take over the log: the first act of a driver is its epoch record."""
     import datetime
 
@@ -64,8 +125,11 @@ def open_log(
     digests = folder_digests(model_folder)
     epochs = [r for r in records if r.kind == "epoch"]
     if epochs and any(r.kind == "plan" for r in records):
-        _compare(epochs[-1].rows[0], config, digests, accept_changes, screen)
+        _compare(epochs[-1].rows[0], config, digests, start.accept_changes, screen)
+    parent, last = cut(records, start)
     record = log.control.open_epoch(
+        parent_epoch=parent,
+        cut=last,
         now=datetime.datetime.now(datetime.UTC).replace(tzinfo=None),
         sources=[],
         config=canonical_json(to_dict(config)),
@@ -76,6 +140,11 @@ def open_log(
     )
     if epochs:
         screen.say(f"resuming {log.path} as epoch {record.epoch}")
+    if last is not None:
+        screen.say(f"records {last + 1} to {record.n - 1} are abandoned; audits still see them")
+    checkpoints = [r.rows[0]["path"] for r in records if r.kind == "checkpoint"]
+    for left in sweep(log.path, set(checkpoints)):
+        screen.say(f"removed checkpoints/{left}: it was never completed")
     return log, record.epoch
 
 
@@ -113,11 +182,13 @@ def is_complete(config: Config) -> bool:
     """True if the log of this configuration holds all steps and the last evaluation."""
     if not (Path(config.run.dir) / "format.json").exists():
         return False
-    fold = Fold(Log.open(config.run.dir).tail(streams=STREAMS, columns=COLUMNS))
-    fold.update()
+    log = Log.open(config.run.dir)
+    if max(history(log).steps, default=0) < config.run.steps:
+        return False
+    fold = open_fold(log, Start(), print)
     last = [g for g in fold.open_groups("eval") if g.dataset == f"heldout@{config.run.steps}"]
     evaluated = not config.data.eval or (bool(last) and all(map(fold.is_closed, last)))
-    return fold.last_step >= config.run.steps and evaluated
+    return evaluated
 
 
 async def start_processes(cluster: Cluster, screen: Screen) -> None:
@@ -125,14 +196,14 @@ async def start_processes(cluster: Cluster, screen: Screen) -> None:
     with screen.phase("starting Ray"):
         await asyncio.to_thread(cluster.start_ray)
     with screen.phase("starting the vLLM engine and the FSDP2 trainer"):
-        engine, trainer = await asyncio.gather(cluster.start_engine(), cluster.start_trainer())
+        engine, trainer = await asyncio.gather(cluster.start_engines(), cluster.start_trainer())
     screen.say(
         f"engine: window {engine['max_model_len']}, {engine['seconds']:.1f} s; trainer: "
         f"{trainer['n_parameters'] / 1e6:.0f} M parameters, {trainer['seconds']:.1f} s"
     )
 
 
-async def prove_engine(run: "Run", screen: Screen) -> None:
+async def prove_engines(run: "Run", screen: Screen) -> None:
     """Connect trainer and engines, record or recall the probe, run the start-up self-test (I3)."""
     publisher = run.publisher
     with screen.phase("connecting trainer and engine, recording the probe"):

@@ -2,14 +2,20 @@
 
 The trainer comes as a protocol object, so the same code serves recovery, `molt replay` and tests.
 Nothing is sampled and nothing is written here: the caller writes a step whose record is missing.
+At equal settings the bits must agree; at others (ranks, threads, packages) the sketches.
 """
 
 import hashlib
+import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from typing import Any, Protocol
 
+from molt.schemas.columns import Row
 from molt.schemas.errors import RecoveryError
 from molt.schemas.text import canonical_json
+
+Sketch = Mapping[str, Sequence[float]]
+"""Per tensor: its L2 norm, then projections (float64)."""
 
 
 class StepOutcome(Protocol):
@@ -17,6 +23,9 @@ class StepOutcome(Protocol):
 
     @property
     def state_digest(self) -> str: ...
+
+    @property
+    def sketch(self) -> Sketch | None: ...
 
 
 PlanExecutor = Callable[[int], Awaitable[Any]]
@@ -31,27 +40,85 @@ def plan_digest(rows: Sequence[Mapping[str, Any]]) -> str:
     return hashlib.blake2b(canonical_json(plain).encode(), digest_size=16).hexdigest()
 
 
-def check_digest(step: int, outcome: StepOutcome, recorded: str | None) -> None:
+def sketch_rows(sketch: Sketch | None) -> list[Row] | None:
+    """As the `step` record holds it."""
+    return None if sketch is None else [{"name": n, "values": v} for n, v in sketch.items()]
+
+
+def sketch_of(step: Row) -> Sketch | None:
+    """The sketch of a `step` record; None if it was recorded without."""
+    rows = step["sketch"]
+    return None if rows is None else {row["name"]: list(row["values"]) for row in rows}
+
+
+def distance(a: Sketch, b: Sketch) -> float:
+    """Root of the summed squares of all projections' differences; RecoveryError on other names."""
+    if a.keys() != b.keys():
+        raise RecoveryError(f"other parameters: {sorted(a.keys() ^ b.keys())[:4]}")
+    pairs = (pair for n in a for pair in zip(a[n][1:], b[n][1:], strict=True))
+    return math.sqrt(sum((x - y) ** 2 for x, y in pairs))
+
+
+def same_weights(a: Sketch, b: Sketch) -> bool:
+    """True if two sketches differ by no more than the order of summation explains."""
+    return distance(a, b) <= 1e-6 * math.sqrt(sum(values[0] ** 2 for values in b.values()))
+
+
+def check_digest(step: int, found: str, recorded: str) -> None:
     """RecoveryError if a recomputed `state_digest` is not the recorded one."""
-    if recorded is None or outcome.state_digest == recorded:
-        return
-    raise RecoveryError(
-        f"redo of step {step}: state_digest {outcome.state_digest}, recorded {recorded}. The state "
-        "is not the one that was trained; check that threads, world size, packages and the "
-        "algorithm's settings are those of the epoch that recorded it "
-        '(`molt sql LOG "select * from epochs"`)'
-    )
+    if found != recorded:
+        raise RecoveryError(
+            f"redo of step {step}: state_digest {found}, recorded {recorded}. The state is not the "
+            "one that was trained; check that threads, world size, packages and the algorithm's "
+            'settings are those of the epoch that recorded it (`molt sql LOG "select * from '
+            'epochs"`)'
+        )
+
+
+def check_sketch(
+    step: int, found: Sketch | None, recorded: Sketch | None, before: Sketch | None, limit: float
+) -> float:
+    """Distance of two sketches relative to how far training moved since `before`.
+
+    RecoveryError above `limit`, or if a sketch is missing: then only bits could tell, and these
+    settings cannot reproduce them.
+    """
+    if found is None or recorded is None or before is None:
+        raise RecoveryError(
+            f"redo of step {step} at other settings than it was trained with needs sketches, and "
+            "train.sketch is or was off: resume with the settings of the epoch that recorded it"
+        )
+    gap, moved = distance(found, recorded), distance(recorded, before)
+    if gap > limit * moved and not same_weights(found, recorded):
+        raise RecoveryError(
+            f"redo of step {step} at other settings: the weights are {gap:.3g} away from the "
+            f"recorded ones, training had moved them by {moved:.3g} (limit {limit:.0%})"
+        )
+    return gap / moved if moved else 0.0
 
 
 async def redo(
-    executor: PlanExecutor, plans: Mapping[int, int], recorded: Mapping[int, str], after: int
-) -> AsyncIterator[tuple[int, StepOutcome]]:
-    """Execute the plans of the steps after `after`, in order; yields (step, outcome).
+    executor: PlanExecutor,
+    plans: Mapping[int, int],
+    recorded: Mapping[int, Row],
+    after: int,
+    *,
+    same_bits: Callable[[Row], bool] = lambda _: True,
+    before: Sketch | None = None,
+    limit: float = 0.0,
+) -> AsyncIterator[tuple[int, Any, float | None]]:
+    """Execute the plans of the steps after `after`, in order; yields (step, outcome, gap).
 
-    `plans` maps step -> number of the plan record, `recorded` step -> state_digest. A step without
-    a record (the driver died before it was written) is executed and left to the caller to record.
+    `plans` maps step -> number of the plan record, `recorded` step -> its `step` record. A step
+    without a record (the driver died before it was written) is executed and left to the caller to
+    record. Where `same_bits(record)` is false the sketches are compared, relative to `before`, the
+    sketch of the state that redo starts from; `gap` is then their distance, else None.
     """
     for step in sorted(s for s in plans if s > after):
-        outcome = await executor(plans[step])
-        check_digest(step, outcome, recorded.get(step))
-        yield step, outcome
+        outcome, gap = await executor(plans[step]), None
+        row = recorded.get(step)
+        if row is not None and same_bits(row):
+            check_digest(step, outcome.state_digest, row["state_digest"])
+        elif row is not None:
+            gap = check_sketch(step, outcome.sketch, sketch_of(row), before, limit)
+        yield step, outcome, gap

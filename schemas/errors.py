@@ -44,6 +44,10 @@ class EngineError(MoltError, RuntimeError):
     """The inference engine refused a request or died."""
 
 
+class WorkerDied(MoltError, RuntimeError):
+    """A rollout worker's process is gone; what it had not finished is issued again."""
+
+
 class RequestRefused(EngineError):
     """One request that the engine cannot serve (too long, malformed); the engine goes on."""
 

@@ -6,8 +6,9 @@ Imports neither torch nor vllm nor ray.
 if __name__ != "molt.store":
     raise ImportError("import molt.store, not store")
 
+from molt.store.appender import Appender
 from molt.store.log import Log
 from molt.store.tail import Tail
 from molt.store.writer import Ticket, Writer
 
-__all__ = ["Log", "Tail", "Ticket", "Writer"]
+__all__ = ["Appender", "Log", "Tail", "Ticket", "Writer"]

@@ -20,6 +20,7 @@ from molt.schemas.records import to_row
 from molt.schemas.streams import schema_id
 from molt.store.commit import Commit, decode, encode
 from molt.store.files import NameTaken, names, publish
+from molt.store.hints import announce
 from molt.store.reader import (
     CONTROL_DIR,
     read_bytes,
@@ -161,6 +162,7 @@ class ControlLog:
             nonce=self._nonce,
         )
         publish(self.log / CONTROL_DIR / f"{n:010d}.arrow", raw)
+        announce(self.log)
 
 
 def _last_epoch(epochs: Sequence[Record]) -> int | None:
@@ -171,11 +173,16 @@ def _to_close(log: Path, epochs: Sequence[Record]) -> list[Row]:
     """Every writer that no earlier epoch closed, with its last visible commit.
 
     Writers that ended cleanly are listed too: a directory that appears later, from a worker that
-    did not know of the new epoch, is then recognised by not being listed.
+    did not know of the new epoch, is then recognised by not being listed, and the next epoch
+    lists it as empty: what was hidden stays hidden.
     """
     known = {c["writer"] for r in epochs for c in r.rows[0]["closed"]}
+    newest = _last_epoch(epochs) or 0
     return [
-        {"writer": w, "last_seq": len(writer_files(log, w)) - 1}
+        {
+            "writer": w,
+            "last_seq": len(writer_files(log, w)) - 1 if writer_epoch(w) >= newest else -1,
+        }
         for w in writer_names(log)
         if w not in known
     ]

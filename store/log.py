@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from molt.schemas.errors import LogCorrupt, SchemaMismatch
 from molt.schemas.records import Ref
 from molt.schemas.text import canonical_json
+from molt.store.appender import RemoteWriter
 from molt.store.control import ControlLog, Record, read_records
 from molt.store.files import NameTaken, make_dirs, publish
 from molt.store.reader import CONTROL_DIR, RowReader, find_commit
@@ -81,10 +82,17 @@ class Log:
             )
         return cls(path, run_id)
 
-    def writer(self, epoch: int | None = None, **options: Any) -> Writer:
-        """A new appender of `epoch` (default: the newest in the control log, 0 before any)."""
+    def writer(
+        self, epoch: int | None = None, *, appender: Path | None = None, **options: Any
+    ) -> Writer:
+        """A new appender of `epoch` (default: the newest in the control log, 0 before any).
+
+        With `appender`, the address of an `Appender`, rows go through that process.
+        """
         if epoch is None:
             epoch = max((r.epoch for r in self.records() if r.kind == "epoch"), default=0)
+        if appender is not None:
+            return RemoteWriter(self.path, epoch, appender, **options)
         return Writer(self.path, epoch, **options)
 
     def tail(

@@ -133,6 +133,15 @@ left join done using (run_id, group_id)
 left join planned using (run_id, group_id)
 left join dropped using (run_id, group_id)
 """
+LAG_DECISION = """
+create macro lag_decision(lag, max_lag, policy) as case
+    when lag is null or lag <= max_lag or policy = 'keep' then 'train'
+    when policy = 'mask' then 'mask'
+    when policy = 'wait' and lag <= 2 * max_lag then 'train'
+    else 'drop' end
+"""
+"""The rule of molt.replay.lag, for queries: wait | keep | mask | drop -> train | mask | drop."""
+
 GROUPS_NEEDS = {"prompts", "rollouts", "rewards", "plans", "drops"}
 
 WORDS = re.compile(r"\w+")
@@ -154,6 +163,7 @@ def connect(
     if "groups" in named:
         named |= GROUPS_NEEDS
     con = duckdb.connect()
+    con.execute(LAG_DECISION)
     for name in sorted(named - {"groups"}):
         con.register(name, views[name]())
     if "groups" in named:

@@ -12,10 +12,11 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from molt.schemas.errors import LogGap, Retired
+from molt.schemas.errors import LogCorrupt, LogGap, Retired
 from molt.store.cold import ColdFile, cold_files
 from molt.store.commit import Commit
 from molt.store.control import Lineage, Record, control_numbers, lineage_of, read_record
+from molt.store.hints import Listener
 from molt.store.reader import (
     BUCKET,
     END,
@@ -41,7 +42,8 @@ class Tail:
     """A reader's position in one log.
 
     `streams` limits what is read and delivered (None = all); `columns` decodes only those columns
-    of a stream. A retired commit of these streams raises Retired, unless `skip_retired`.
+    of a stream. A retired commit of these streams raises Retired, unless `skip_retired`; a damaged
+    one LogCorrupt, unless `on_corrupt` takes the error: the commit is then passed over.
     Example: `for commit in log.tail(streams={"rollouts"}).poll()[1]: ...`.
     """
 
@@ -52,6 +54,7 @@ class Tail:
         streams: Collection[str] | None = None,
         columns: Mapping[str, list[str]] | None = None,
         skip_retired: bool = False,
+        on_corrupt: Callable[[CommitFile, LogCorrupt], None] | None = None,
         gap_s_max: float = 60.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -59,12 +62,35 @@ class Tail:
         self.streams = None if streams is None else frozenset(streams)
         self.columns = dict(columns or {})
         self.skip_retired = skip_retired
+        self.on_corrupt = on_corrupt
         self.gap_s_max, self.clock = gap_s_max, clock
         self.lineage: Lineage = lineage_of([])
         self.next_n = 0
         self._epochs: list[Record] = []
         self._cursors: dict[str, _Cursor] = {}
         self._cold: list[ColdFile] | None = None
+        self._ear: Listener | None = None
+
+    def wait(self, timeout_s: float) -> bool:
+        """Sleep until a writer of this host has news or `timeout_s` is over; then poll as ever.
+
+        True after a hint. The first call starts listening and returns at once. In a log that this
+        process may not write to there are no hints.
+        """
+        try:
+            if self._ear is None:
+                self._ear = Listener(self.log)
+                return True
+        except OSError:
+            time.sleep(timeout_s)
+            return False
+        return self._ear.wait(timeout_s)
+
+    def close(self) -> None:
+        """Stop listening; only a tail that has waited needs it."""
+        if self._ear is not None:
+            self._ear.close()
+            self._ear = None
 
     def poll(self) -> tuple[list[Record], list[Commit]]:
         """What became visible since the last poll: control records, then data commits."""
@@ -121,6 +147,10 @@ class Tail:
                     except Retired:
                         if not self.skip_retired:
                             raise
+                    except LogCorrupt as error:
+                        if self.on_corrupt is None:
+                            raise
+                        self.on_corrupt(file, error)
                     except OSError as error:
                         if error.errno in TRANSIENT:
                             self._gap(writer, cursor, file.seq)

@@ -9,7 +9,6 @@ the ticket resolves when the row's commit is durable. Group commit: a flush happ
 import datetime
 import os
 import secrets
-import socket
 import threading
 from collections import OrderedDict
 from collections.abc import Mapping
@@ -35,6 +34,7 @@ from molt.schemas.streams import (
 )
 from molt.store.commit import encode
 from molt.store.files import NameTaken, PublishUnknown, make_dirs, publish
+from molt.store.hints import HOST, announce
 from molt.store.reader import END, commit_path
 
 KEYS_REMEMBERED = 200_000
@@ -93,11 +93,21 @@ class Writer:
         self._pending_bytes = 0
         self._urgent = False
         self._closed = False
+        self._broken: WriterClosed | None = None
+        """Why nothing can be appended any more, if so."""
         self._keys: OrderedDict[tuple[Any, ...], tuple[bytes, Ticket]] = OrderedDict()
         self._parents: dict[tuple[str, int], dict[int, Parent]] = {}
         self._open_directory()
         self._thread = threading.Thread(target=self._flush_loop, name="molt-writer", daemon=True)
         self._thread.start()
+
+    def schema(self, stream: str) -> pa.Schema:
+        """The columns of a stream; SegmentRejected if this writer does not know it."""
+        if stream not in self._schemas:
+            raise SegmentRejected(
+                f"unknown stream '{stream}'; declare your own as x_<name> when opening the writer"
+            )
+        return self._schemas[stream]
 
     # -- appending ---------------------------------------------------------------------------
 
@@ -108,15 +118,10 @@ class Writer:
         is SegmentRejected. `at` is filled in.
         """
         mapping = dict(row) if isinstance(row, Mapping) else to_row(row)
-        if stream not in self._schemas:
-            raise SegmentRejected(
-                f"unknown stream '{stream}'; declare your own as x_<name> when opening the writer"
-            )
+        schema = self.schema(stream)
         mapping.setdefault("at", datetime.datetime.now(datetime.UTC).replace(tzinfo=None))
         self._check_usable()
-        checked = check_row(
-            stream, self._schemas[stream], mapping, self._parent_of(stream, mapping)
-        )
+        checked = check_row(stream, schema, mapping, self._parent_of(stream, mapping))
         if stream == "routing":
             check_routing_shape(checked, self._routing, self._chain_length(checked))
         key, digest = _key(stream, checked)
@@ -172,6 +177,8 @@ class Writer:
                 f"writer {self.name} was opened by process {self._pid} and is used in "
                 f"{os.getpid()} after fork(); open a writer of its own in each process"
             )
+        if self._broken is not None:
+            raise self._broken
         if self._closed:
             raise WriterClosed(f"writer {self.name} is closed")
 
@@ -220,8 +227,7 @@ class Writer:
     # -- publishing ----------------------------------------------------------------------------
 
     def _open_directory(self) -> None:
-        host = socket.gethostname().split(".")[0].replace("-", "_") or "host"
-        self.name = f"{self.epoch}-{host}-{os.getpid()}-{secrets.token_hex(3)}"
+        self.name = f"{self.epoch}-{HOST}-{os.getpid()}-{secrets.token_hex(3)}"
         self._seq = 0
         make_dirs(self.log / "data" / self.name)
 
@@ -256,15 +262,15 @@ class Writer:
     def _publish_batch(self, stream: str, batch: list[_Pending]) -> bool:
         try:
             table = to_table(self._schemas[stream], [p.row for p in batch])
-            writer, seq = self._publish_commit(stream, table)
+            refs = self._publish_commit(stream, table)
         except Exception as error:
             with self._lock:
                 self._forget(batch)
             for p in batch:
                 p.ticket.set_exception(error)
             return False
-        for i, p in enumerate(batch):
-            p.ticket.set_result(Ref(writer=writer, seq=seq, row=i))
+        for p, ref in zip(batch, refs, strict=True):
+            p.ticket.set_result(ref)
         return True
 
     def _fail_rest(self, pending: list[_Pending]) -> None:
@@ -278,7 +284,7 @@ class Writer:
                 OSError(f"{row_name(p.stream, p.row)}: not written, an earlier commit failed")
             )
 
-    def _publish_commit(self, stream: str, table: pa.Table) -> tuple[str, int]:
+    def _publish_commit(self, stream: str, table: pa.Table) -> list[Ref]:
         version = VERSIONS.get(stream, "1.0")
         for last in (False, True):
             path = commit_path(self.log, self.name, self._seq, stream)
@@ -300,7 +306,8 @@ class Writer:
                     raise
                 continue
             self._seq += 1
-            return self.name, self._seq - 1
+            announce(self.log)
+            return [Ref(writer=self.name, seq=self._seq - 1, row=i) for i in range(table.num_rows)]
         raise AssertionError("unreachable")
 
 

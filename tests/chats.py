@@ -7,6 +7,7 @@ recorded tokenizers and templates of ../shared/data where that folder is.
 import functools
 import gzip
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -91,8 +92,13 @@ def recorded_template(name: str) -> tuple[str, dict[str, str]]:
     return config["chat_template"], tokens
 
 
-def renderer(template: str = PLAIN) -> Renderer:
-    return Renderer(own_tokenizer(), template)
+def renderer(template: str = PLAIN, **special: str) -> Renderer:
+    """Our own tokenizer with the control tokens that this template writes."""
+    tokenizer = Tokenizer.from_str(own_tokenizer().to_str())
+    written = re.findall(r"<\|[a-z_]+\|>|<｜[^｜]+｜>", template)
+    names = dict.fromkeys([*written, *filter(None, special.values())])
+    tokenizer.add_special_tokens([AddedToken(name, special=True) for name in names])
+    return Renderer(tokenizer, template, special)
 
 
 def user(text: str) -> dict[str, Any]:
@@ -185,3 +191,15 @@ class Player:
         sampled = [(s, i) for s, (_, mask) in self.rows.items() for i, m in enumerate(mask) if m]
         assert sorted(owned) == sampled
         assert all(link.keep > 0 for link in links.values() if link.parent is not None)
+
+
+def recording(name: str) -> Any:
+    """A file of ../shared/data/nemo-gym; of JSONL a list."""
+    path = DATA / "nemo-gym" / name
+    if not path.is_file():
+        pytest.skip("the recordings (../shared/data/nemo-gym) are not here")
+    return json.loads(path.read_text()) if path.suffix == ".json" else json_lines(path.read_text())
+
+
+def json_lines(text: str) -> list[Any]:
+    return [json.loads(line) for line in text.splitlines()]

@@ -72,8 +72,12 @@ class ScriptedSession:
         self.gate = asyncio.Event()
         self.gate.set()
 
-    async def chat(self, request: ChatRequest, *, on_piece: Any = None) -> ChatReply:
+    async def chat(
+        self, request: ChatRequest, *, on_piece: Any = None, on_id: Any = None
+    ) -> ChatReply:
         self.requests.append(request)
+        if on_id:
+            on_id("chatcmpl-7")
         self.call = asyncio.create_task(self._answer(on_piece))
         self.waiting += 1
         try:

@@ -17,68 +17,15 @@ import re
 import secrets
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
-from molt.agents.matching import Found, find_turn, in_call_order, same
 from molt.agents.render import Renderer
+from molt.agents.turns import Found, Int32s, Prompt, Turn, find_turn, in_call_order, same
 from molt.agents.types import ChatRequest, Messages, ParsedReply
 from molt.schemas.errors import SegmentRejected, TemplateError
-
-Int32s = npt.NDArray[np.int32]
-
-
-@dataclass(slots=True, kw_only=True, eq=False)
-class Turn:
-    """One answered request."""
-
-    after: "Turn | None"
-    """The turn whose reply is the last one that this turn's prompt splices."""
-    messages: Messages
-    """What follows that reply (all messages at a root), tool results in call order."""
-    n_messages: int
-    """Messages up to and with this turn's reply."""
-    reply: dict[str, Any]
-    echo: dict[str, Any]
-    """The reply as a client last sent it back, so that the next comparison is a plain one."""
-    request: ChatRequest
-    text: str
-    """Rendered text from the end of `after`'s text to where the reply begins."""
-    ids: Int32s
-    """Tokens beyond `after`'s chain: those of `messages`, then the sampled ones."""
-    n_chain: int
-    last_token: int | None
-    """The last sampled token."""
-    segment: int
-    """Its last segment."""
-    media: Sequence[tuple[int, int]]
-    """(start, n) of runs in the chain that `keep` may not divide."""
-    shown: dict[bool, tuple[dict[str, Any], list[str]]]
-    """The placeholder of the reply and the marks in it, without and with its tool calls."""
-    children: "list[Turn]" = field(default_factory=list)
-
-    def path(self) -> "list[Turn]":
-        """From the root to this turn."""
-        out, turn = [], self
-        while turn is not None:
-            out.append(turn)
-            turn = turn.after  # type: ignore[assignment]
-        return out[::-1]
-
-
-@dataclass(slots=True, kw_only=True)
-class Draft:
-    """What a placed request becomes once the engine has answered it."""
-
-    after: Turn | None
-    messages: Messages
-    request: ChatRequest
-    text: str
-    ids: Int32s
-    n_answers: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,7 +44,7 @@ class Placement:
     """None at the first root and where all of the parent's chain is kept; else why it forks."""
     n_known: int
     """Leading messages of the request that the spliced turns hold; the wire delta follows them."""
-    draft: Draft
+    prompt: Prompt
     """For `accept`."""
 
 
@@ -108,6 +55,15 @@ class Link:
     parent: int | None
     keep: int
     n_tokens: int
+
+
+class _Fit(NamedTuple):
+    """How far the template leaves a path as it was."""
+
+    after: Turn | None
+    text: str
+    why: str | None
+    n_checked: int
 
 
 class Capture:
@@ -132,14 +88,13 @@ class Capture:
         found = find_turn(self._roots, messages)
         after, rewritten = found.turn, None
         while True:
-            text = self._render(after, messages, found, request)
-            holds, why = self._holds(after, text, found)
-            if holds is after:
+            fits = self._fit(after, messages, found, request)
+            if fits.after is after:
                 break
-            rewritten = rewritten or why or _changed(after, request)
-            after = holds
+            rewritten = rewritten or fits.why or _changed(after, request)
+            after = fits.after
         chain = [] if after is None else np.concatenate([t.ids for t in after.path()]).tolist()
-        ids = self._encode_new(after, text)
+        ids = self._encode_new(after, fits.text)
         keep, parent, extends = self._keep(after, messages, np.array(ids, np.int32))
         n_known = after.n_messages if after else 0
         prompt_ids = chain + ids
@@ -150,12 +105,13 @@ class Capture:
             prompt_ids=prompt_ids,
             reason=None if extends else rewritten or found.why,
             n_known=n_known,
-            draft=Draft(
+            prompt=Prompt(
                 after=after,
                 messages=messages[n_known:],
                 request=request,
-                text=text[_text_end(after) :],
+                text=fits.text,
                 ids=np.array(ids, np.int32),
+                n_checked=fits.n_checked,
             ),
         )
 
@@ -173,40 +129,42 @@ class Capture:
         the tokens sampled after it, each further one continues the piece before it. `media` are
         the (start, n) of media runs in the chain. SegmentRejected if the delta is another one.
         """
-        draft, delta = placement.draft, placement.delta_ids
+        prompt, delta = placement.prompt, placement.delta_ids
         if not pieces or pieces[0][1][: len(delta)].tolist() != delta:
             raise SegmentRejected(
                 f"segment {pieces[0][0] if pieces else None} does not begin with the {len(delta)} "
                 "context tokens that `place` gave it; append those, then the sampled tokens"
             )
-        reason = "sibling" if draft.n_answers else placement.reason
-        if reason is None and self._taken(placement):
+        peers = self._peers(prompt.after)
+        reason = placement.reason
+        if any(turn.prompt is prompt for turn in peers):
+            reason = "sibling"
+        elif reason is None and self._taken(placement):
             reason = "concurrent"
         if reason is not None:
             self.forks[reason] += 1
-        draft.n_answers += 1
         parent, keep = placement.parent, placement.keep
         for segment, own in pieces:
             self.links[segment] = Link(parent, keep, len(own))
             parent, keep = segment, keep + len(own)
         sampled = np.concatenate([own for _, own in pieces])[len(delta) :].astype(np.int32)
+        last = int(sampled[-1]) if len(sampled) else None
+        ended = last is None or self.renderer.control(last) is not None
+        cut = finish_reason in ("length", "abort") and not ended
         message = reply.message()
         turn = Turn(
-            after=draft.after,
-            messages=draft.messages,
-            n_messages=len(draft.request.messages) + 1,
+            prompt=prompt,
             reply=message,
             echo=message,
-            request=draft.request,
-            text=draft.text,
-            ids=np.concatenate([draft.ids, sampled]),
+            ids=np.concatenate([prompt.ids, sampled]),
             n_chain=keep,
-            last_token=int(sampled[-1]) if len(sampled) else None,
+            last_token=last,
+            open_thought=cut and bool(reply.reasoning) and not (reply.content or reply.tool_calls),
             segment=pieces[-1][0],
             media=media,
-            shown=self._placeholders(reply, finish_reason),
+            shown=self._placeholders(reply),
         )
-        self._peers(draft.after).append(turn)
+        peers.append(turn)
 
     def _peers(self, after: Turn | None) -> list[Turn]:
         return self._roots if after is None else after.children
@@ -218,66 +176,118 @@ class Capture:
             for link in self.links.values()
         )
 
-    def _render(
+    def _fit(
         self, after: Turn | None, messages: Messages, found: Found, request: ChatRequest
-    ) -> str:
-        """The prompt's text, the replies of `after`'s path being placeholders."""
-        template = {"strftime_now": self._clock, **request.template}
-
-        def attempt(with_calls: bool) -> str:
-            view: Messages = []
-            for turn in after.path() if after else ():
-                view += turn.messages
-                view.append(turn.shown[with_calls][0])
-            for i, message in found.thoughts.items():
-                if i < len(view):
-                    view[i] = message
-            view += messages[len(view) :]
-            return self.renderer.render(view, request.tools, template, generate=True)
-
-        try:
-            return attempt(self._with_calls)
-        except TemplateError:
-            if self._with_calls or after is None:
-                raise
-        text = attempt(True)  # this template takes tool results only after tool calls
-        self._with_calls = True
-        return text
-
-    def _holds(self, after: Turn | None, text: str, found: Found) -> tuple[Turn | None, str | None]:
-        """The deepest turn of the path whose text and reply stand in `text` as they were; why."""
-        if after is None:
-            return None, None
-        start, path = 0, after.path()
-        for turn, following in zip(path, [*path[1:], None], strict=True):
-            if not text.startswith(turn.text, start):
-                return turn.after, None
-            start += len(turn.text)
+    ) -> _Fit:
+        """The text after `after`, or the deepest turn before it that the template lets stand."""
+        path = after.path() if after else []
+        new = messages[after.n_messages :] if after else messages
+        if after and self._may_skip(path, new, found, request):
+            text = self._render_ends(path, new, request)
+            if text is not None and self._shows_reply(after, text):
+                return _Fit(after, text, None, after.prompt.n_checked)
+        text = self._render_all(path, new, found, request)
+        start = 0
+        for i, turn in enumerate(path):
+            if not text.startswith(turn.prompt.text, start):
+                return _Fit(turn.prompt.after, "", None, 0)
+            start += len(turn.prompt.text)
             if turn in found.strange:
                 thought = turn.shown[self._with_calls][0]["reasoning_content"]
-                if thought in (following.text if following else text[start:]):
-                    return turn.after, found.strange[turn]
+                if thought in (path[i + 1].prompt.text if turn is not after else text[start:]):
+                    return _Fit(turn.prompt.after, "", found.strange[turn], 0)
+        if after and not self._shows_reply(after, text[start:]):
+            return _Fit(after.prompt.after, "", None, 0)
+        return _Fit(after, text[start:], None, len(path) + 1)
+
+    def _may_skip(
+        self, path: list[Turn], new: Messages, found: Found, request: ChatRequest
+    ) -> bool:
+        """True where rendering all of the history again would only confirm what is known.
+
+        A tool loop under unchanged settings: the whole is rendered whenever it has doubled.
+        """
+        last = path[-1]
+        return (
+            4 < len(path) < 2 * last.prompt.n_checked
+            and not found.thoughts
+            and not found.strange
+            and all(m["role"] == "tool" and isinstance(m.get("content"), str) for m in new)
+            and tuple(last.prompt.request.tools) == tuple(request.tools)
+            and last.prompt.request.template == request.template
+        )
+
+    def _render_ends(self, path: list[Turn], new: Messages, request: ChatRequest) -> str | None:
+        """The text after the path from its first and last turns; None if it depends on others.
+
+        What a template does to the last turns of a tool loop, it has done to those before.
+        """
+        view = [*path[0].prompt.messages, path[-3].shown[self._with_calls][0]]
+        for turn in path[-2:]:
+            view += [*turn.prompt.messages, turn.shown[self._with_calls][0]]
+        try:
+            text = self._render([*view, *new], request)
+        except TemplateError:
+            return None
+        known = "".join(t.prompt.text for t in (path[0], *path[-2:]))
+        return text.removeprefix(known) if text.startswith(known) else None
+
+    def _render_all(
+        self, path: list[Turn], new: Messages, found: Found, request: ChatRequest
+    ) -> str:
+        def view(with_calls: bool) -> Messages:
+            out: Messages = []
+            for turn in path:
+                out += [*turn.prompt.messages, turn.shown[with_calls][0]]
+            return [found.thoughts.get(i, m) for i, m in enumerate(out)] + new
+
+        try:
+            return self._render(view(self._with_calls), request)
+        except TemplateError:
+            if self._with_calls or not path:
+                raise
+        text = self._render(view(True), request)
+        self._with_calls = True  # this template takes tool results only after tool calls
+        return text
+
+    def _render(self, view: Messages, request: ChatRequest) -> str:
+        template = {"strftime_now": self._clock, **request.template}
+        return self.renderer.render(view, request.tools, template, generate=True)
+
+    def _shows_reply(self, turn: Turn, text: str) -> bool:
+        """True unless `text`, which begins with the turn's reply, leaves some of it out.
+
+        What the template never shows of a reply, not even of the last message, is not missed.
+        """
         marks = turn.shown[self._with_calls][1]
-        hidden = [mark for mark in marks if text.find(mark, start) < 0]
-        if len(hidden) == len(marks) or any(self._would_show(turn, m) for m in hidden):
-            return turn.after, None
-        return after, None
+        hidden = [mark for mark in marks if mark not in text]
+        return len(hidden) < len(marks) and not any(self._would_show(turn, m) for m in hidden)
 
     def _would_show(self, turn: Turn, mark: str) -> bool:
         """True if the template shows this part of a reply that is the last message."""
         last = [{"role": "user", "content": "-"}, turn.shown[self._with_calls][0]]
         try:
-            return mark in self.renderer.render(last, (), turn.request.template, generate=False)
+            return mark in self.renderer.render(
+                last, (), turn.prompt.request.template, generate=False
+            )
         except TemplateError:
             return True
 
     def _encode_new(self, after: Turn | None, text: str) -> list[int]:
-        """Ids of what follows the reply of `after`, without the end token that it has sampled."""
+        """Ids of what follows the reply of `after`, without the end token that it has sampled.
+
+        `text` begins with that reply.
+        """
         if after is None:
             return self.renderer.encode(text)
         message, marks = after.shown[self._with_calls]
+        last = after.last_token
+        if (
+            after.open_thought and len(marks) > 1 and marks[0] in text
+        ):  # the template closes it, then an empty reply
+            marks, text = marks[:1], text.replace(marks[1], "", 1)
         end = max(text.rfind(mark) + len(mark) for mark in marks if mark in text)
-        rest, last = text[end:], after.last_token
+        rest = text[end:]
         stop = None if last is None else self.renderer.control(last)
         if stop is None:
             return self.renderer.encode(rest)
@@ -294,7 +304,7 @@ class Capture:
         """(keep, parent, True if all of the parent's chain is kept or there is none yet)."""
         keep, shared = after.n_chain if after else 0, after
         peers = self._peers(after)
-        stack = [(t, keep) for t in peers if after or same(t.messages[0], messages[0])]
+        stack = [(t, keep) for t in peers if after or same(t.prompt.messages[0], messages[0])]
         start = keep
         while stack:
             turn, at = stack.pop()
@@ -318,9 +328,7 @@ class Capture:
             parent = self.links[parent].parent  # type: ignore[assignment]
         return keep, parent, extends
 
-    def _placeholders(
-        self, reply: ParsedReply, finish_reason: str
-    ) -> dict[bool, tuple[dict[str, Any], list[str]]]:
+    def _placeholders(self, reply: ParsedReply) -> dict[bool, tuple[dict[str, Any], list[str]]]:
         """The reply with every text in it replaced by a mark that occurs nowhere else."""
         marks: list[str] = []
 
@@ -335,8 +343,7 @@ class Capture:
         # Thoughts that no parser took out stay recognizable for a template that takes them out.
         parts = re.split(r"(</?think>)", reply.content or "")
         content = "".join(mark() if p.strip() and "think>" not in p else p.strip() for p in parts)
-        in_thought = finish_reason != "stop" and reply.reasoning and not reply.tool_calls
-        plain = {**message, "content": content or ("" if in_thought else mark())}
+        plain = {**message, "content": content or mark()}
         n_plain = len(marks)
         if not reply.tool_calls:
             return dict.fromkeys((False, True), (plain, marks))
@@ -353,20 +360,13 @@ class Capture:
         return {False: (plain, marks[:n_plain]), True: (full, shown)}
 
 
-def _text_end(after: Turn | None) -> int:
-    return sum(len(turn.text) for turn in after.path()) if after else 0
-
-
 def _changed(after: Turn | None, request: ChatRequest) -> str:
     """Why the same messages no longer render as they did."""
     assert after is not None
-    if tuple(after.request.tools) != tuple(request.tools):
+    if tuple(after.prompt.request.tools) != tuple(request.tools):
         return "tools_changed"
-    return (
-        "template_changed"
-        if after.request.template != request.template
-        else ("template_rewrites_history")
-    )
+    same_template = after.prompt.request.template == request.template
+    return "template_rewrites_history" if same_template else "template_changed"
 
 
 def _common(a: Int32s, b: Int32s) -> int:

@@ -6,7 +6,7 @@ engine's own record (invariant I1), text is a view of it.
 
 import abc
 import importlib
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -48,11 +48,11 @@ class Env(abc.ABC):
     worker the rollout then goes on from the recorded replies instead of from the prompt."""
 
     @abc.abstractmethod
-    def reset(self, prompt: dict[str, Any]) -> Messages:
+    def reset(self, prompt: dict[str, Any]) -> Messages | Awaitable[Messages]:
         """The chat messages that open the rollout; `prompt` is the data's own dict."""
 
     @abc.abstractmethod
-    def step(self, reply: Reply) -> Turn:
+    def step(self, reply: Reply) -> Turn | Awaitable[Turn]:
         """Judge a reply. An exception fails this rollout and no other."""
 
 

@@ -3,12 +3,14 @@
 Stands between the engine's tokens and the agent. The reply is a view of the record: whatever the
 parsers make of the text, malformed JSON included, the ids stay as they were sampled (I1) and the
 rollout goes on. vLLM is imported by the first use of a parser.
+
+Whole replies only: vLLM's incremental parsing of the same tokens ends in other white space and
+other ids of calls, so an agent that streamed would send back another reply than was recorded.
 """
 
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -58,15 +60,6 @@ def choose_parsers(
     return tools, thoughts, said
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Delta:
-    """A piece of a reply while it streams; `tool_calls` are vLLM's dicts with an `index`."""
-
-    content: str | None
-    reasoning: str | None
-    tool_calls: tuple[dict[str, Any], ...]
-
-
 class ReplyParser:
     """Sampled tokens to a reply. Names are vLLM's ("hermes", "qwen3", ...); None = leave it text.
 
@@ -106,8 +99,8 @@ class ReplyParser:
         calls: Sequence[Any] = ()
         ids = [int(i) for i in token_ids]
         if self._parser is not None:
-            asked = _vllm_request(request)
             try:
+                asked = _vllm_request(request)
                 reasoning, content, found = self._new(asked, request).parse(
                     self._readable(ids, text), asked, True, ids
                 )
@@ -128,10 +121,6 @@ class ReplyParser:
                 for i, c in enumerate(calls)
             ),
         )
-
-    def stream_parser(self, request: ChatRequest, prompt_ids: list[int]) -> "StreamParser":
-        """For one reply that is handed on while it is sampled."""
-        return StreamParser(self, request, prompt_ids)
 
     def grammar(self, request: ChatRequest) -> Any:
         """vLLM's `StructuredOutputsParams` that tool_choice or response_format asks for, or None.
@@ -157,33 +146,6 @@ class ReplyParser:
         if special.isdisjoint(ids):
             return text
         return str(self.tokenizer.decode(ids, skip_special_tokens=False))
-
-
-class StreamParser:
-    """vLLM's incremental parsing of one reply; without a parser all text is content."""
-
-    def __init__(self, parser: ReplyParser, request: ChatRequest, prompt_ids: list[int]) -> None:
-        self._request = self._parser = None
-        if parser._parser is not None:
-            self._request = _vllm_request(request)
-            self._parser = parser._new(self._request, request)
-        self._prompt: list[int] | None = prompt_ids
-
-    def feed(self, text: str, token_ids: list[int], finished: bool) -> Delta | None:
-        """What new text and tokens add to the reply; None if nothing can be said yet."""
-        if self._parser is None:
-            return Delta(content=text, reasoning=None, tool_calls=()) if text else None
-        prompt, self._prompt = self._prompt, None
-        message = self._parser.parse_delta(
-            text, token_ids, self._request, prompt, finished=finished
-        )
-        if message is None:
-            return None
-        return Delta(
-            content=message.content or None,
-            reasoning=message.reasoning or None,
-            tool_calls=tuple(c.model_dump(exclude_none=True) for c in message.tool_calls or ()),
-        )
 
 
 def tool_outcome(arguments: str) -> dict[str, Any] | str:

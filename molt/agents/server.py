@@ -13,7 +13,6 @@ import ipaddress
 import logging
 import socket
 import time
-import uuid
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass
 from types import ModuleType
@@ -48,18 +47,33 @@ PING_S = 15.0
 RETRY_AFTER_S = 1
 
 Piece = Callable[[int, np.ndarray, str], None]
+Pieces = asyncio.Queue[tuple[int, np.ndarray] | None]
+"""(choice, new token ids) of one streamed call; None when it has ended."""
 logger = logging.getLogger("molt.agents")
 
 
 class ChatSession(Protocol):
     """What the server needs of a rollout."""
 
-    token: str
-    model: str
-    sampling: Sampling
-    tokenizer: Any
+    @property
+    def token(self) -> str: ...
 
-    async def chat(self, request: ChatRequest, *, on_piece: Piece | None = None) -> ChatReply: ...
+    @property
+    def model(self) -> str: ...
+
+    @property
+    def sampling(self) -> Sampling: ...
+
+    @property
+    def tokenizer(self) -> Any: ...
+
+    async def chat(
+        self,
+        request: ChatRequest,
+        *,
+        on_piece: Piece | None = None,
+        on_id: Callable[[str], None] | None = None,
+    ) -> ChatReply: ...
 
     def delivered(self, reply_id: str) -> None: ...
 
@@ -281,7 +295,7 @@ class Agents:
             call: wire_openai.Call = wire.parse(body, request.headers)
             if call.stream:
                 return await self._stream(wire, request, session, call)
-            task = self._start(wire, session, call, None)
+            task = self._start(wire, session, call)
             gone = asyncio.create_task(_disconnect(request))
             await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
             if gone.done():
@@ -297,7 +311,7 @@ class Agents:
             return refusal(wire, error)
 
     def _start(
-        self, wire: ModuleType, session: ChatSession, call: wire_openai.Call, piece: Piece | None
+        self, wire: ModuleType, session: ChatSession, call: wire_openai.Call, **on: Any
     ) -> "asyncio.Task[ChatReply]":
         """The call as a task of its own, so that it can be counted and given up."""
         if len(self.chats) >= self.concurrency_max:
@@ -305,7 +319,7 @@ class Agents:
             why = f"{self.concurrency_max} calls are in flight; try again"
             wait = {"retry-after": str(RETRY_AFTER_S)}
             raise HttpError(status, why, "rate_limit_exceeded", **wait)
-        task = asyncio.create_task(session.chat(call.request, on_piece=piece))
+        task = asyncio.create_task(session.chat(call.request, **on))
         self.chats.add(task)
         task.add_done_callback(self.chats.discard)
         task.add_done_callback(lambda t: t.cancelled() or t.exception())  # its client may be gone
@@ -315,31 +329,35 @@ class Agents:
         self, wire: ModuleType, request: Request, session: ChatSession, call: wire_openai.Call
     ) -> Response:
         """Wait for the first piece, so that a refused request is an error and not a stream."""
-        queue: asyncio.Queue[tuple[int, np.ndarray] | None] = asyncio.Queue()
+        pieces: Pieces = asyncio.Queue()
+        ids: list[str] = []
         task = self._start(
-            wire, session, call, lambda index, ids, finish: queue.put_nowait((index, ids))
+            wire,
+            session,
+            call,
+            on_piece=lambda index, new, finish: pieces.put_nowait((index, new)),
+            on_id=ids.append,
         )
-        task.add_done_callback(lambda t: queue.put_nowait(None))
-        first = await queue.get()
+        task.add_done_callback(lambda t: pieces.put_nowait(None))
+        first = await pieces.get()
         if first is None:
             task.result()
-        events = _events(wire, request, session, call, task, queue, first)
+        stream = wire.Stream(call, ids[0], int(time.time()), session.tokenizer.decode)
+        events = _events(stream, request, session, call, task, pieces, first)
         return StreamingResponse(
             events, media_type="text/event-stream", headers={"cache-control": "no-cache"}
         )
 
 
 async def _events(
-    wire: ModuleType,
+    stream: Any,
     request: Request,
     session: ChatSession,
     call: wire_openai.Call,
     task: "asyncio.Task[ChatReply]",
-    queue: "asyncio.Queue[tuple[int, np.ndarray] | None]",
+    pieces: Pieces,
     item: tuple[int, np.ndarray] | None,
 ) -> AsyncIterator[bytes]:
-    name, now = f"chatcmpl-{uuid.uuid4().hex}", int(time.time())
-    stream = wire.Stream(call, name, now, session.tokenizer.decode)
     texts = Texts(session, call.request)
     try:
         yield stream.start()
@@ -348,7 +366,7 @@ async def _events(
             if delta := texts.push(index, ids):
                 yield stream.text(index, delta)
             try:
-                item = await asyncio.wait_for(queue.get(), PING_S)
+                item = await asyncio.wait_for(pieces.get(), PING_S)
             except TimeoutError:
                 yield stream.ping()
                 item = (0, ids[:0])
@@ -358,7 +376,7 @@ async def _events(
         texts.check(reply)
     except Exception as error:
         found = as_http(error)
-        yield stream.broken(wire.error(found.status, str(found), found.param, found.code))
+        yield stream.broken(found.status, str(found), found.param, found.code)
         return
     finally:
         task.cancel()  # if the client has gone: the session's own call goes on
@@ -414,8 +432,11 @@ async def _deliver(session: ChatSession, reply_id: str) -> None:
     session.delivered(reply_id)
 
 
-async def read_body(request: Request, bytes_max: int) -> Any:
-    """The JSON of a request; 413 before more than `bytes_max` is held, 400 for other bytes."""
+async def read_body(request: Request, bytes_max: int, empty: Any = None) -> Any:
+    """The JSON of a request; 413 before more than `bytes_max` is held, 400 for other bytes.
+
+    `empty`: what a body of no bytes means, if it means anything.
+    """
     length = request.headers.get("content-length", "0")
     parts, size = [], 0
     if not length.isdecimal() or int(length) <= bytes_max:
@@ -428,6 +449,8 @@ async def read_body(request: Request, bytes_max: int) -> Any:
         size = int(length)
     if size > bytes_max:
         raise HttpError(413, f"a body of more than {bytes_max} bytes", "request_too_large")
+    if not size and empty is not None:
+        return empty
     try:
         return msgspec.json.decode(b"".join(parts))
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:

@@ -218,8 +218,7 @@ def stop(call: Call, choice: Choice) -> tuple[str, str | None]:
 
 
 def _head(call: Call, reply_id: str) -> dict[str, Any]:
-    name = "msg_" + reply_id.removeprefix("chatcmpl-")
-    return {"id": name, "type": "message", "role": "assistant", "model": call.model}
+    return {"id": reply_id, "type": "message", "role": "assistant", "model": call.model}
 
 
 class Stream:
@@ -273,8 +272,9 @@ class Stream:
         return sse("ping")
 
     @staticmethod
-    def broken(body: dict[str, Any]) -> bytes:
-        return sse("error", **body)
+    def broken(*what: Any) -> bytes:
+        """The error that ends it, from the arguments of `error`."""
+        return sse("error", **error(*what))
 
     def _begin(self, block: dict[str, Any]) -> bytes:
         self.index, self.open = self.index + 1, True

@@ -258,8 +258,9 @@ class Stream:
         return b": still sampling\n\n"
 
     @staticmethod
-    def broken(body: dict[str, Any]) -> bytes:
-        return sse(body)
+    def broken(*what: Any) -> bytes:
+        """The error that ends it, from the arguments of `error`."""
+        return sse(error(*what))
 
     def _chunk(
         self, index: int, delta: dict[str, Any], finish: str | None = None, shown: Any = None

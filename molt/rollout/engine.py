@@ -296,6 +296,10 @@ class Engine:
         self._published = self._whole = True
         return {**received[0], "seconds": time.perf_counter() - started}
 
+    async def died(self) -> None:
+        """Returns when one of vLLM's processes is gone."""
+        await asyncio.shield(self._death)
+
     async def shutdown(self) -> None:
         """Stop vLLM and every process it started; may be called twice."""
         if self._llm is not None:

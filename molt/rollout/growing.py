@@ -74,8 +74,12 @@ class Growing:
         desk = self.session.desk
         self.text = desk.tokenizer.decode(self.token_ids, skip_special_tokens=True)
         ids = np.array(self.token_ids, np.int32)
-        self.reply = desk.parser.parse(ids, self.text, self.request)
         self.finish_reason = whole.finish_reason
+        said = self.text
+        if self.finish_reason == "stop" and whole.stop_token is None:
+            # A stop string ended it: sampled and recorded, and not part of what is said.
+            said = min((said.partition(s)[0] for s in self.sampling.stop), key=len, default=said)
+        self.reply = desk.parser.parse(ids, said, self.request)
         if self.finish_reason == "stop" and self.reply.tool_calls:
             self.finish_reason = "tool_calls"
         self._messages.append(self.reply.message())

@@ -11,24 +11,9 @@ from typing import Any
 import numpy as np
 
 from molt.rollout.types import Completion
-from molt.schemas.records import Ref, Sampling
-from molt.store.fold import Fold
+from molt.schemas.records import Sampling
 
 Row = Mapping[str, Any]
-
-
-def source_of(fold: Fold, group_id: str, rollout_id: str) -> tuple[Ref, ...]:
-    """The segments of the newest attempt that this lineage may go on from; empty if none.
-
-    An attempt that holds a token of a version outside the lineage would be hidden with it (I2).
-    """
-    group = fold.groups.get(group_id)
-    attempts = group.attempts.get(rollout_id, {}) if group is not None else {}
-    for number in sorted(attempts, reverse=True):
-        found = attempts[number]
-        if found.segments and fold.in_lineage(found) and not found.conflict:
-            return tuple(found.segments[k].ref for k in sorted(found.segments))
-    return ()
 
 
 class Recorded:

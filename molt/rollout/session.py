@@ -7,7 +7,6 @@ versions are the engine's own spans (I2); an outcome is durable after all that i
 """
 
 import asyncio
-import dataclasses
 import secrets
 import time
 from collections import Counter
@@ -15,7 +14,9 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import numpy as np
+import xxhash
 
 from molt.agents.types import ChatReply, ChatRequest, Choice
 from molt.rollout.engines import EngineSource, Generator
@@ -86,6 +87,7 @@ class _Call:
     """One request and its answer, which may be asked for more than once."""
 
     key: str | None
+    reply_id: str = field(default_factory=lambda: f"chatcmpl-{secrets.token_hex(12)}")
     task: "asyncio.Task[ChatReply]" = field(init=False)
     pieces: list[tuple[int, np.ndarray, str]] = field(default_factory=list)
     listeners: list[OnPiece] = field(default_factory=list)
@@ -135,6 +137,7 @@ class Session:
     ) -> None:
         """source: segments of an earlier attempt; what of them is not used again is regenerated."""
         self.desk, self.a = desk, a
+        self.model, self.tokenizer = desk.model, desk.tokenizer
         self.recorded = Recorded(())
         """Replies of an earlier attempt that are used again."""
         self.token = secrets.token_urlsafe(24)
@@ -162,18 +165,18 @@ class Session:
         self._tickets: list[Ticket] = []
         self._ended = False
 
-    @property
-    def model(self) -> str:
-        return self.desk.model
-
-    @property
-    def tokenizer(self) -> Any:
-        return self.desk.tokenizer
-
     # -- calls of the model --------------------------------------------------------------------
 
-    async def chat(self, request: ChatRequest, *, on_piece: OnPiece | None = None) -> ChatReply:
+    async def chat(
+        self,
+        request: ChatRequest,
+        *,
+        on_piece: OnPiece | None = None,
+        on_id: Callable[[str], None] | None = None,
+    ) -> ChatReply:
         """Answer one request; the reply's tokens are in the writer then.
+
+        Who streams is told the reply's id (`on_id`) before the first piece.
 
         The same body gets the same reply, appended once, when it comes as a retry: with a retry
         count, with an idempotency key that was seen, or after an answer that was never delivered
@@ -184,7 +187,7 @@ class Session:
         """
         if self._ended:
             raise RequestRefused(f"{self.a.rollout_id} attempt {self.a.attempt} has ended")
-        body = canonical_json(dataclasses.asdict(replace(request, key=None, retry=0)))
+        body = _body(request)
         known = [c for c in self._calls.setdefault(body, []) if not c.failed]
         call = _retried(request, known)
         if call is None:
@@ -193,6 +196,8 @@ class Session:
             self._calls[body] = [*known, call]
         else:
             self.counts["retries"] += 1
+        if on_id is not None:
+            on_id(call.reply_id)
         return await call.answer(on_piece)
 
     def delivered(self, reply_id: str) -> None:
@@ -249,7 +254,7 @@ class Session:
         if request.role == "agent":
             self.finish_reason, self.full = sampled[0].choice.finish_reason, None
         reply = ChatReply(
-            id=f"chatcmpl-{secrets.token_hex(12)}",
+            id=call.reply_id,
             choices=tuple(one.choice for one in sampled),
             n_prompt=len(placement.prompt_ids),
             n_cached=sampled[0].n_cached,
@@ -448,6 +453,15 @@ class Session:
     def _counts(self, link: Link) -> bool:
         """Segments of side models are recorded and are no part of the rollout's chains."""
         return link.role == "agent" or self.a.purpose == "judge"
+
+
+def _body(request: ChatRequest) -> str:
+    """Equal for equal requests; a digest, because a long rollout asks long questions often."""
+    try:
+        body = msgspec.json.encode(replace(request, key=None, retry=0), order="deterministic")
+    except UnicodeEncodeError as error:
+        raise RequestRefused(f"the messages hold what is no text: {error}") from error
+    return xxhash.xxh3_128_hexdigest(body)
 
 
 def _retried(request: ChatRequest, known: Sequence[_Call]) -> _Call | None:

@@ -13,23 +13,31 @@ from molt.rollout.routing import RoutingRuns, merge_runs
 from molt.schemas.records import Ref
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineSettings:
-    """What the configuration says about one engine."""
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """`[engine]` of the configuration."""
 
-    model: str
-    """Folder of a Hugging Face checkpoint, or a hub id that is already in the cache."""
+    count: int = 1
+    """Engines; every one holds a whole copy of the model."""
     dtype: str = "float32"
-    """Of weights and KV cache; use the trainer's (a mixture hides small updates)."""
+    """Of weights and KV cache; must be the trainer's (a mixture hides small updates)."""
     max_model_len: int = 512
     """Tokens of prompt and completion together."""
     max_num_seqs: int = 64
     kv_cache_gib: float = 1.0
-    seed: int = 0
-    """Of the process; single requests are not reproducible (see `Sampling`)."""
     weight_transfer: str = "gloo"
     """"gloo" on CPU, "nccl" on GPUs."""
-    omp_threads: int = 2
+    threads: int = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineSettings(EngineConfig):
+    """What one engine is told."""
+
+    model: str
+    """Folder of a Hugging Face checkpoint, or a hub id that is already in the cache."""
+    seed: int = 0
+    """Of the process; single requests are not reproducible (see `Sampling`)."""
     routing: bool = False
     """Return the experts that served each token; the model must have experts."""
 

@@ -53,7 +53,7 @@ def set_environment(settings: EngineSettings) -> None:
     """
     os.environ.update(
         MOLT_ENGINE="1",
-        OMP_NUM_THREADS=str(settings.omp_threads),
+        OMP_NUM_THREADS=str(settings.threads),
         OMP_WAIT_POLICY="PASSIVE",
         KMP_BLOCKTIME="0",
         VLLM_CPU_OMP_THREADS_BIND="nobind",

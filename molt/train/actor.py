@@ -54,8 +54,14 @@ class TrainerActor(Trainer):
 
     def open_sender(self, backend: str, n_receivers: int) -> tuple[str, int]:
         """Rank 0: choose a port; the engines join at the returned address."""
+        self.close_sender()
         self.sender = WeightSender(backend, 1 + n_receivers)
         return self.sender.address
+
+    def close_sender(self) -> None:
+        """Leave the group: whoever still waits in it gets an error."""
+        if self.sender is not None:
+            self.sender.close()
 
     def connect_sender(self) -> None:
         """Blocks until all receivers have joined."""
@@ -73,8 +79,7 @@ class TrainerActor(Trainer):
             pass
 
     def close(self) -> None:
-        if self.sender is not None:
-            self.sender.close()
+        self.close_sender()
         super().close()
 
 

@@ -22,11 +22,19 @@ from molt.schemas.errors import TrainerError
 def save(folder: Path, state: Mapping[str, Any]) -> list[tuple[str, int]]:
     """Write `state` (name -> tensor or DTensor) into `folder`, fsynced. Collective.
 
-    Returns (file relative to `folder`, bytes) of all files, the same on every rank.
+    Returns (file relative to `folder`, bytes) of all files, the same on every rank. Raises
+    TrainerError when they cannot be written (a full disk).
     """
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     writer = FileSystemWriter(folder, single_file_per_rank=True, sync_files=True)
-    dcp_save(dict(state), storage_writer=writer)
+    try:
+        dcp_save(dict(state), storage_writer=writer)
+    except (OSError, RuntimeError, CheckpointException) as error:
+        reason = str(error).strip().splitlines()[-1]
+        raise TrainerError(
+            f"checkpoint {folder} cannot be written: {reason}; free some space, then start the "
+            "same command again: the plans since the last checkpoint are redone"
+        ) from error
     files = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != "COMPLETE")
     for path in [*files, folder, folder.parent]:
         _fsync(path)

@@ -10,6 +10,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from molt.schemas.errors import TrainerError
+from molt.train.algo import LossInputs, LossOptions
 from molt.train.batch import Batch
 from molt.train.routing import RoutingTally
 
@@ -24,12 +26,58 @@ class Tally:
         self.is_single = True
         """one update only: it sees the prepared logprobs itself"""
         self.loss = 0.0
+        self.kl = 0.0
+        """mean k3 towards the reference weights, at the start of the step"""
+        self.clipped = np.zeros(3)
+        """tokens seen by all updates, ratios below 1 - clip_low, ratios above 1 + clip_high"""
         self.grad_norm = 0.0
         self.updates = 0
         self.packed_tokens = 0
         self.routing: RoutingTally | None = None
         names = ("prepare", "forward", "backward", "optimizer", "digest")
         self.seconds = dict.fromkeys(names, 0.0)
+
+    def count_clipped(self, inputs: LossInputs, options: LossOptions) -> None:
+        """Add one row's tokens to `clipped`."""
+        ratio_N = (inputs.new_N.detach() - inputs.old_N).exp()
+        low = 0.0 if options.clip_low is None else 1.0 - options.clip_low
+        high = float("inf") if options.clip_high is None else 1.0 + options.clip_high
+        below, above = int((ratio_N < low).sum()), int((ratio_N > high).sum())
+        self.clipped += [len(ratio_N), below, above]
+
+
+def clip_fractions(tally: Tally) -> dict[str, float]:
+    """Shares of token ratios outside PPO's bounds, over all updates. Collective."""
+    n, below, above = gather(tally.clipped[None]).sum(0).tolist()
+    return {"clip_low_frac": below / max(n, 1), "clip_high_frac": above / max(n, 1)}
+
+
+OFFSET_TOKENS_MIN = 64
+OFFSET_GAP_MIN = 0.05
+
+
+def check_offset(step: int, batch: Batch, prepared_N: torch.Tensor) -> None:
+    """Refuse logprobs that belong to the token before or after (invariant I3). Collective.
+
+    Compares the engine's logprob of token i with the trainer's of tokens i - 1, i, i + 1 of the
+    same sequence, where the engine's is below -0.5; TrainerError if a shift halves the mean gap.
+    """
+    new_N, old_N = prepared_N.numpy().astype(np.float64), batch.behaviour_N.astype(np.float64)
+    inner_N = np.zeros(len(old_N), bool)
+    if len(old_N) > 2:
+        same_N = batch.sequence_N[1:] == batch.sequence_N[:-1]
+        inner_N[1:-1] = same_N[1:] & same_N[:-1] & (old_N[1:-1] < -0.5)
+    at = np.flatnonzero(inner_N)
+    mine = [[np.abs(old_N[at] - new_N[at + k]).sum() for k in (-1, 0, 1)] + [len(at)]]
+    *sums, n = gather(np.array(mine)).sum(0).tolist()
+    before, here, after = (total / max(n, 1) for total in sums)
+    if n >= OFFSET_TOKENS_MIN and here > OFFSET_GAP_MIN and 2 * min(before, after) < here:
+        shift = -1 if before < after else 1
+        raise TrainerError(
+            f"step {step}: the engine's logprobs fit the trainer's {shift:+d} token away (mean gap "
+            f"{min(before, after):.3g} there, {here:.3g} in place, {n:.0f} tokens): they are "
+            "shifted. Nothing was trained; find what appends them (molt show LOG ROLLOUT)"
+        )
 
 
 def gap_summary(gap_N: np.ndarray) -> dict[str, float]:

@@ -1,59 +1,92 @@
-"""What a trainer is told and what it answers; imports no torch, so that drivers can read it."""
+"""What a trainer is told and what it answers; imports no torch, so that drivers can read it.
 
-from dataclasses import dataclass, fields
-from typing import Any
+`[train]` and `[algo]` of the configuration are the first two classes, as they stand.
+"""
 
-from molt.config import Config
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from molt.config import Config
 
 ENVIRONMENT = {"OMP_WAIT_POLICY": "PASSIVE", "KMP_BLOCKTIME": "0"}
 """For the actor's process: idle OpenMP threads must not spin while the engine computes."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainerSettings:
-    """Everything that decides what a step computes; equal settings give equal bits."""
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """The FSDP2 actor."""
 
-    model: str
-    """folder or hub id"""
     dtype: str = "float32"
-    """compute dtype, the engine's: float32, or bfloat16 over float32 masters"""
-    lr: float
+    """Compute dtype, the engine's: float32, or bfloat16 over float32 masters."""
+    lr: float = 1e-6
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = 1e-8
     weight_decay: float = 0.0
     grad_clip: float = 1.0
-    """limit of the global gradient norm"""
+    """Limit of the global gradient norm."""
     microbatch_tokens: int = 1024
-    """packed tokens per forward"""
+    """Packed tokens per forward."""
     share_prefixes: bool = True
-    """compute common prefixes once; off for models without 4-D attention masks"""
-    algorithm: str = "grpo"
-    """a name in algo.LOSSES"""
-    is_cap: float | None = 2.0
-    clip_low: float | None = None
-    clip_high: float | None = None
-    kl_coef: float = 0.0
-    """towards the weights of `model`; keeps a second copy of them in memory"""
-    update_passes: int = 1
-    mini_batches: int = 1
-    """optimizer updates per step = update_passes x mini_batches"""
-    seed: int
-    threads: int = 2
+    """Compute common prefixes once; off for models without 4-D attention masks."""
+    world_size: int = 1
     tp_size: int = 1
     ep_size: int = 1
     cp_size: int = 1
     activation_checkpointing: bool = False
     cpu_offload: bool = False
     reshard_after_forward: bool = False
+    threads: int = 2
+    sketch: bool = True
+    """Record norms and projections of every tensor, so that redo can compare other settings."""
     routing: str = "off"
-    """"off"; "replay": train with the engine's experts; "freeze": leave the routers as they are"""
-    routing_mismatch: float = 0.3
-    """limit of the share of recorded experts, per layer and per sequence, that the trainer would
-    not choose at the start of a step"""
-    routing_coverage: float = 0.9
-    """limit of the share of a sequence's tokens whose experts must be known"""
+    """For models with experts: "replay" trains with the experts that the engine took, "freeze"
+    leaves the routers out of training and refit, "off" records nothing."""
     routing_sample_every: int = 8
-    """every so many steps some tokens are also computed without replay, for comparison"""
+    """Steps between comparisons of the logprob gap with and without replay."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AlgoConfig:
+    """How rewards become an update."""
+
+    advantage: str = "grpo"
+    std_normalize: bool = False
+    drop_equal: bool = False
+    """Drop groups whose rewards are all equal instead of training them with advantage 0."""
+    loss: str = "grpo"
+    """A name in algo.LOSSES."""
+    is_cap: float | None = 2.0
+    """Upper bound of the importance weight between trainer and engine (truncated IS)."""
+    clip_low: float | None = None
+    clip_high: float | None = None
+    kl_coef: float = 0.0
+    """Towards the weights of `model`; keeps a second copy of them in memory."""
+    kl_target: float | None = None
+    """Adapt `kl_coef` so that the mean k3 of a step comes here; None leaves it fixed."""
+    kl_horizon: float = 10_000.0
+    """Rollouts over which the adaptive coefficient follows; Ziegler et al. 2019, section 2.2."""
+    max_lag: int = 1
+    """Policy versions between sampling and training; 0 = strictly on-policy."""
+    lag: str = "wait"
+    """What happens above max_lag: wait | keep | mask | drop (molt.replay.lag)."""
+    refit_every: int = 1
+    """Steps between two refits; needs max_lag >= refit_every - 1."""
+    update_passes: int = 1
+    mini_batches: int = 1
+    """Optimizer updates per step = update_passes x mini_batches."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainerSettings(TrainConfig, AlgoConfig):
+    """Everything that decides what a step computes; equal settings give equal bits."""
+
+    model: str
+    """Folder or hub id."""
+    seed: int
+    routing_mismatch: float = 0.3
+    routing_coverage: float = 0.9
+    """Of `[limits]`: what is refused of recorded experts before an update is made."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,20 +103,18 @@ class StepResult:
     """trained tokens of all ranks, one pass"""
     state_digest: str
     """16 hex digits"""
+    sketch: dict[str, list[float]] | None
+    """Per parameter its L2 norm and 8 projections; None where it is switched off."""
     metrics: dict[str, Any]
     seconds: float
 
 
-def trainer_settings(config: Config, model_folder: str) -> TrainerSettings:
+def trainer_settings(config: "Config", model_folder: str) -> TrainerSettings:
     """What a run's configuration means for its trainer; the same online, in redo and in replay."""
-    names = {f.name for f in fields(TrainerSettings)}
-    train = {f.name: getattr(config.train, f.name) for f in fields(config.train)}
-    algo = {f.name: getattr(config.algo, f.name) for f in fields(config.algo)}
-    chosen = {name: value for name, value in (train | algo).items() if name in names}
+    chosen = asdict(config.train) | asdict(config.algo)
     return TrainerSettings(
         **chosen,
         model=model_folder,
-        algorithm=config.algo.loss,
         seed=config.run.seed,
         routing_mismatch=config.limits.routing_mismatch,
         routing_coverage=config.limits.routing_coverage,

@@ -26,7 +26,7 @@ from molt.schemas.errors import ConfigError, TrainerError
 from molt.train import checkpoint, metrics
 from molt.train.algo import LOSSES, LossInputs, LossOptions
 from molt.train.batch import Batch, make_batch, mini_batches
-from molt.train.digest import local_shard, shard_offset, state_digest
+from molt.train.digest import local_shard, shard_offset, sketch, state_digest
 from molt.train.metrics import Tally
 from molt.train.model import ModelOptions, ShardedModel, build
 from molt.train.packing import Recorded, Row, Wanted, idle_row, pack
@@ -37,6 +37,9 @@ if TYPE_CHECKING:
     from molt.replay.assemble import TrainSequence
 
 __all__ = ["ENVIRONMENT", "StepResult", "Trainer", "TrainerSettings"]
+
+
+OPTIMIZER_SETTINGS = ("lr", "betas", "eps", "weight_decay")
 
 
 class Trainer:
@@ -54,22 +57,15 @@ class Trainer:
         init_method: str,
         log_path: str | None = None,
     ) -> None:
-        if settings.algorithm not in LOSSES:
-            raise ConfigError(
-                f"algorithm {settings.algorithm!r} is unknown; choose one of {sorted(LOSSES)}"
-            )
+        if settings.loss not in LOSSES:
+            raise ConfigError(f"loss {settings.loss!r} is unknown; choose one of {sorted(LOSSES)}")
         self.settings = settings
         self.rank = rank
         self.world_size = world_size
         self._init_method = init_method
-        self._loss_options = LossOptions(
-            is_cap=settings.is_cap,
-            clip_low=settings.clip_low,
-            clip_high=settings.clip_high,
-            kl_coef=settings.kl_coef,
-        )
         self.routing: RoutingReplay | None = None
         self._step = torch.zeros((), dtype=torch.int64)
+        self._kl_coef = torch.tensor(settings.kl_coef, dtype=torch.float64)
         self._saved: dict[str, torch.Tensor] = {}
         self._reference: dict[str, torch.Tensor] = {}
         if log_path is not None:
@@ -80,8 +76,8 @@ class Trainer:
     def start(self) -> dict[str, Any]:
         """Join the other ranks, load and shard the model, make the optimizer. Collective.
 
-        Returns seconds, n_parameters, n_tensors, memory_bytes (peak resident), dp_size and dp_rank
-        (ranks of one dp_rank are tensor- or context-parallel peers and take the same sequences).
+        Returns seconds, n_parameters, n_tensors, memory_bytes (peak resident), device, dp_size and
+        dp_rank (ranks of one dp_rank are tensor- or context-parallel peers: the same sequences).
         """
         started = time.perf_counter()
         torch.set_num_threads(self.settings.threads)
@@ -106,10 +102,7 @@ class Trainer:
         self.parameters = self.model.parameters()
         self.optimizer = torch.optim.AdamW(
             list(self.parameters.values()),
-            lr=self.settings.lr,
-            betas=self.settings.betas,
-            eps=self.settings.eps,
-            weight_decay=self.settings.weight_decay,
+            **{name: getattr(self.settings, name) for name in OPTIMIZER_SETTINGS},
             fused=True,
         )
         for parameter in self.parameters.values():
@@ -118,16 +111,30 @@ class Trainer:
                 "exp_avg": torch.zeros_like(parameter.detach()),
                 "exp_avg_sq": torch.zeros_like(parameter.detach()),
             }
-        if self.settings.kl_coef > 0.0:
+        if self.settings.kl_coef > 0.0 or self.settings.kl_target is not None:
             self._reference = self._snapshot()
         return {
             "seconds": time.perf_counter() - started,
             "n_parameters": sum(p.numel() for p in self.parameters.values()),
             "n_tensors": len(self.manifest()),
             "memory_bytes": metrics.rss_peak_bytes(),
+            "device": self.model.device.type,
             "dp_size": self.model.dp_size,
             "dp_rank": self.rank // self._copies,
         }
+
+    def configure(self, settings: TrainerSettings) -> None:
+        """Take other settings of loss and optimizer; those of the model need a new trainer."""
+        if settings.kl_coef > 0.0 and not self._reference:
+            raise TrainerError(
+                "these steps were trained with algo.kl_coef, this trainer was started without: "
+                "resume with the old settings up to a checkpoint, then switch it off"
+            )
+        self.settings = settings
+        for group in self.optimizer.param_groups:
+            group |= {name: getattr(settings, name) for name in OPTIMIZER_SETTINGS}
+        if settings.kl_target is None:
+            self._kl_coef.fill_(settings.kl_coef)
 
     def close(self) -> None:
         """Leave the process group; the instance is of no use afterwards."""
@@ -156,24 +163,30 @@ class Trainer:
         tally = Tally(batch)
         if self.routing is not None:
             tally.routing = RoutingTally(len(self.routing.routers))
+        kl_coef = float(self._kl_coef)
         if n_global:
             self._train(step, batch, tally)
+        self._adapt_kl(tally, len(set(batch.rollout_ids)))
         self._step.fill_(step)
         digest_started = time.perf_counter()
         digest = self.state_digest()
+        found = self.sketch() if self.settings.sketch else None
         tally.seconds["digest"] = time.perf_counter() - digest_started
         seconds = time.perf_counter() - started
         routing = {}
         if self.routing is not None and tally.routing is not None:
-            found = self.routing.metrics(batch, tally.prepared_N, tally.routing)
-            routing = {"routing": found}
+            routing = {"routing": self.routing.metrics(batch, tally.prepared_N, tally.routing)}
         return StepResult(
             updates=tally.updates,
             loss=tally.loss / max(tally.updates, 1),
             grad_norm=tally.grad_norm,
             n_tokens=n_global,
             state_digest=digest,
+            sketch=found,
             metrics={
+                **metrics.clip_fractions(tally),
+                "kl": tally.kl,
+                "kl_coef": kl_coef,
                 **metrics.policy_gaps(batch, tally.prepared_N, self.settings.is_cap),
                 **routing,
                 "empty_steps": int(n_global == 0),
@@ -256,10 +269,17 @@ class Trainer:
         """Digest over parameters, optimizer and counters of all ranks, 16 hex. Collective."""
         return state_digest(self._state().items())
 
+    def sketch(self) -> dict[str, list[float]]:
+        """Norm and projections of every parameter, whatever the sharding. Collective."""
+        return sketch(self.parameters)
+
     # -- inside ----------------------------------------------------------------------------------
 
     def _state(self) -> dict[str, torch.Tensor]:
-        return checkpoint.trainer_state(self.parameters, self.optimizer, self._step)
+        state = checkpoint.trainer_state(self.parameters, self.optimizer, self._step)
+        if self.settings.kl_target is not None:
+            state["trainer.kl_coef"] = self._kl_coef
+        return state
 
     def _snapshot(self) -> dict[str, torch.Tensor]:
         return {n: local_shard(p.detach()).clone() for n, p in self.parameters.items()}
@@ -306,6 +326,7 @@ class Trainer:
         if not tally.is_single:
             tally.prepared_N = self._forward(self._pack(batch.wanted), n, batch, tally)
             self._check_routing(step, tally)
+            metrics.check_offset(step, batch, tally.prepared_N)
         if self._reference:
             current = self._snapshot()
             self._put(self._reference)
@@ -322,18 +343,19 @@ class Trainer:
         rows, n_global = self._pack(wanted), self._count(len(flat))
         if not n_global:
             return
+        self.optimizer.zero_grad(set_to_none=True)  # of an update that was refused
         loss_N = torch.zeros(len(flat))
         for row, is_last in zip(rows, [False] * (len(rows) - 1) + [True], strict=True):
             self.model.begin_backward(is_last=is_last)
             slot_N = torch.from_numpy(row.slot_N)
             loss_N[slot_N] = self._backward(batch, row, flat[row.slot_N], n_global, tally)
-        started = time.perf_counter()
         if tally.is_single:
             self._check_routing(step, tally)
+            metrics.check_offset(step, batch, tally.prepared_N)
+        started = time.perf_counter()
         tally.grad_norm = self.model.clip_gradients(self.settings.grad_clip)
         n_bad = self._reduce(int((~loss_N.isfinite()).sum()), dist.ReduceOp.SUM)
         if n_bad or not np.isfinite(tally.grad_norm):
-            self.optimizer.zero_grad(set_to_none=True)
             self._refuse(step, batch, loss_N, flat, tally)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
@@ -369,7 +391,15 @@ class Trainer:
             advantage_N=torch.from_numpy(batch.advantage_N[flat_N]).to(device),
             reference_N=None if reference_N is None else reference_N[flat_N].to(device),
         )
-        loss_N = LOSSES[self.settings.algorithm](inputs, self._loss_options)
+        s = self.settings
+        options = LossOptions(
+            is_cap=s.is_cap,
+            clip_low=s.clip_low,
+            clip_high=s.clip_high,
+            kl_coef=float(self._kl_coef),
+        )
+        loss_N = LOSSES[s.loss](inputs, options)
+        tally.count_clipped(inputs, options)
         # FSDP2 averages over the data-parallel ranks; the normaliser already spans all of them.
         loss = loss_N.sum() * (self.model.dp_size / n_global)
         forward_done = time.perf_counter()
@@ -420,6 +450,17 @@ class Trainer:
             except TrainerError:
                 self.optimizer.zero_grad(set_to_none=True)
                 raise
+
+    def _adapt_kl(self, tally: Tally, n_rollouts: int) -> None:
+        """Measure the step's KL; move the coefficient towards the target (Ziegler et al. 2019)."""
+        if tally.reference_N is not None:
+            log_ratio_N = metrics.gather((tally.reference_N - tally.prepared_N).double().numpy())
+            tally.kl = metrics.gap_summary(log_ratio_N)["k3"]
+        target = self.settings.kl_target
+        n = self._count(n_rollouts)
+        if target is not None and tally.reference_N is not None:
+            error = min(max(tally.kl / target - 1.0, -0.2), 0.2)
+            self._kl_coef.mul_(1.0 + error * n / self.settings.kl_horizon)
 
     def _refuse(
         self, step: int, batch: Batch, loss_N: torch.Tensor, flat: np.ndarray, tally: Tally

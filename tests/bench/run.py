@@ -1,175 +1,143 @@
-"""Benchmarks beside their peers, in one process and one run; prints tables for README.
+"""Benchmarks of the log beside its peers, one process, one run; the table goes to stdout.
 
-Nothing here asserts a time:
-ratios between rows of one run are what counts, absolute figures change with the machine.
+`python tests/bench/run.py` takes some minutes, `--all` much longer (more peers, 200k segments, a
+log of 10M commits). Nothing here asserts a time: ratios between rows of one run are what counts,
+absolute figures change with the machine. Data that comes back must be what was written.
 """
 
 import argparse
-import io
-import json
+import datetime
 import os
-import statistics
+import platform
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
-
-import numpy as np
-import zstandard
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-import factories as make
+import flow_bench
+import peers
+import pyarrow as pa
+import sql_bench
+import store_bench
+from report import Report, table
+from rounds import ROUNDS
+from workload import RAW_BYTES, Workload
 
-from molt.schemas.check import check_row
-from molt.schemas.columns import to_table
-from molt.schemas.streams import STREAMS, schema_id
-from molt.store import Log
-from molt.store.commit import decode, encode
-from molt.store.files import publish
+N_SEGMENTS = 4_000
+N_SEGMENTS_ALL = 20_000
+SWEEP = [1_000]
+SWEEP_ALL = [1_000, 10_000, 50_000, 200_000]
+SWEEP_WORKLOAD = 10_000
+"""Larger logs repeat so many segments under other names."""
+POLL = [1_000, 100_000, 1_000_000]
+POLL_ALL = [*POLL, 10_000_000]
+POLL_CONTROL = [100, 10_000]
+WRITERS = [1, 2, 4, 8]
+PARTS = ("append", "syncs", "read", "sql", "flow", "poll", "writers", "sweep")
 
-ROUNDS = 5
-BATCH = 64
+HEAD = """# Benchmarks of the log
 
-
-def segments(n: int, tokens: int = 985) -> list[dict[str, Any]]:
-    """The reference workload: multi-turn segments of about 985 tokens, 40 % of them sampled."""
-    rng = np.random.default_rng(0)
-    rows = []
-    for i in range(n):
-        sampled = (rng.random(tokens) < 0.4).astype(np.uint8)
-        logprobs = np.where(sampled, -rng.exponential(0.5, tokens), 0.0).astype(np.float32)
-        row = make.segment(
-            rollout_id=f"train-{i}/0",
-            ids=rng.zipf(1.3, tokens).clip(0, 49_151).astype(np.int32).tolist(),
-            sampled=sampled.tolist(),
-            logprobs=logprobs.tolist(),
-        )
-        rows.append({**row, "at": make.NOW})
-    return [check_row("segments", STREAMS["segments"], row) for row in rows]
-
-
-def raw_bytes(row: dict[str, Any]) -> bytes:
-    """The unencoded token columns of a segment, 10 bytes per token."""
-    return b"".join(row[k].tobytes() for k in ("token_ids", "sampled", "train", "logprobs"))
-
-
-def write_fsync(path: Path, data: bytes) -> None:
-    with open(path, "wb") as f:
-        f.write(data)
-        f.flush()
-        os.fsync(f.fileno())
-
-
-def encoded(rows: list[dict[str, Any]], seq: int) -> bytearray:
-    table = to_table(STREAMS["segments"], rows)
-    text = schema_id("segments", STREAMS["segments"], "1.0")
-    return encode(table, stream="segments", writer="w", seq=seq, schema_text=text)
-
-
-def json_zstd(rows: list[dict[str, Any]]) -> bytes:
-    out = io.StringIO()
-    for row in rows:
-        names = ("token_ids", "sampled", "train", "logprobs")
-        plain = {k: row[k].tolist() for k in names}
-        plain |= {"rollout_id": row["rollout_id"], "version_runs": row["version_runs"]}
-        out.write(json.dumps(plain) + "\n")
-    return zstandard.compress(out.getvalue().encode(), 1)
-
-
-def median_rate(work: dict[str, Callable[[int], int]], n: int) -> dict[str, float]:
-    """Bytes/s of each row, median of `ROUNDS` interleaved rounds; `work[name](i)` returns bytes."""
-    rates: dict[str, list[float]] = {name: [] for name in work}
-    for _ in range(ROUNDS):
-        for name, call in work.items():
-            start = time.perf_counter()
-            total = sum(call(i) for i in range(n))
-            rates[name].append(total / (time.perf_counter() - start))
-    return {name: statistics.median(values) for name, values in rates.items()}
-
-
-def bench_append(folder: Path, batch: int) -> None:
-    """Durable append: encode, checksum, dot-file, fsync, link, unlink, fsync of the directory."""
-    n = 640 // batch if batch > 1 else 200
-    rows = segments(n * batch)
-    chunks = [rows[i * batch : (i + 1) * batch] for i in range(n)]
-    raw = [b"".join(map(raw_bytes, c)) for c in chunks]
-    count = iter(range(10**9))
-
-    def ours(i: int) -> int:
-        publish(folder / f"{next(count):010d}.arrow", encoded(chunks[i], i))
-        return len(raw[i])
-
-    def plain(i: int) -> int:
-        write_fsync(folder / f"raw-{next(count)}", raw[i])
-        return len(raw[i])
-
-    def jsonl(i: int) -> int:
-        write_fsync(folder / f"json-{next(count)}", json_zstd(chunks[i]))
-        return len(raw[i])
-
-    rates = median_rate({"raw write + fsync": plain, "commit": ours, "JSONL + zstd": jsonl}, n)
-    size = sum(len(encoded(c, 0)) for c in chunks) / sum(len(r["token_ids"]) for r in rows)
-    print(f"\ndurable append, {batch} segment(s) per commit ({size:.2f} bytes per token on disk)")
-    print("| what | MB/s | segments/s | ratio to raw |\n| --- | --- | --- | --- |")
-    per_segment = sum(map(len, raw)) / len(rows)
-    for name, rate in rates.items():
-        ratio = rate / rates["raw write + fsync"]
-        print(f"| {name} | {rate / 1e6:.1f} | {rate / per_segment:.0f} | {ratio:.2f} |")
-
-
-def bench_read() -> None:
-    """Verified read of a 64-segment commit into numpy columns."""
-    rows = segments(BATCH)
-    ours, peer = bytes(encoded(rows, 0)), json_zstd(rows)
-    raw = sum(len(raw_bytes(r)) for r in rows)
-
-    def read(i: int) -> int:
-        table = decode(ours, stream="segments", writer="w", seq=0).table
-        for name in ("token_ids", "sampled", "train", "logprobs"):
-            table.column(name).combine_chunks().values.to_numpy()
-        return raw
-
-    def read_json(i: int) -> int:
-        for line in zstandard.decompress(peer).decode().splitlines():
-            row = json.loads(line)
-            np.array(row["token_ids"], np.int32), np.array(row["logprobs"], np.float32)
-        return raw
-
-    rates = median_rate({"verified commit": read, "JSONL + zstd": read_json}, 10)
-    print("\nread into numpy\n| what | GB/s |\n| --- | --- |")
-    for name, rate in rates.items():
-        print(f"| {name} | {rate / 1e9:.3f} |")
-
-
-def bench_tail(folder: Path) -> None:
-    """Publish -> delivered through the writer's own thread and a polling tail, hints off."""
-    log = Log.create(folder / "log")
-    make.open_epoch(log)
-    rows = [{k: v for k, v in r.items() if k != "at"} for r in segments(200)]
-    tail, delays = log.tail(streams={"segments"}), []
-    with log.writer(linger_s=0.001) as w:
-        for row in rows:
-            start = time.perf_counter()
-            w.append("segments", row)
-            while not tail.poll()[1]:
-                pass
-            delays.append((time.perf_counter() - start) * 1e3)
-    p50, p99 = np.percentile(delays, [50, 99])
-    print(f"\nappend -> delivered to a tail: p50 {p50:.1f} ms, p99 {p99:.1f} ms (linger 1 ms)")
+Written by `{command}`, {date} UTC: {system}, {cpus} cores, load {load:.1f} at the start,
+{minutes:.0f} minutes.
+{n:,} segments of {mean:.0f} tokens on average; a token has {raw} raw bytes (id, logprob, mask,
+version). Rates are medians of {rounds} rounds in which all rows of a table take turns, ratios are
+medians of the ratios within a round. Every store starts from the same numpy arrays, and what it
+reads is compared with what was written.
+"""
 
 
 def main() -> None:
-    p = argparse.ArgumentParser(description=__doc__)
+    p = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    p.add_argument("--all", action="store_true", help="more peers, sizes and commits")
+    p.add_argument("--only", default="", help=f"comma-separated parts of {', '.join(PARTS)}")
     p.add_argument("--dir", default=".", help="folder on the disk to measure")
+    p.add_argument("--out", type=Path, help="write the markdown here too")
+    p.add_argument("--commits", nargs=2, metavar=("PEER", "N"), help="for strace: N commits")
     args = p.parse_args()
-    with tempfile.TemporaryDirectory(dir=args.dir) as folder:
-        for batch in (1, BATCH):
-            bench_append(Path(folder), batch)
-        bench_read()
-        bench_tail(Path(folder))
+    if args.commits:
+        store_bench.commits(args.commits[0], int(args.commits[1]), Path(args.dir))
+        return
+    pa.set_cpu_count(2)
+    text = run(args)
+    print(text)
+    if args.out:
+        args.out.write_text(text)
+
+
+def run(args: argparse.Namespace) -> str:
+    start, load = time.monotonic(), os.getloadavg()[0]
+    report = Report()
+    only = set(args.only.split(",")) if args.only else set(PARTS)
+    n = N_SEGMENTS_ALL if args.all else N_SEGMENTS
+    workload = Workload(n)
+    extra = peers.EXTRA if args.all else []
+    absent = [k.title for k in peers.EXTRA if k.missing()]
+    kinds = [*peers.STANDARD, *(k for k in extra if not k.missing())]
+    with tempfile.TemporaryDirectory(dir=args.dir) as name:
+        folder = Path(name)
+        steps = {
+            "append": lambda: [
+                store_bench.bench_append(folder, workload, kinds, batch, report)
+                for batch in (1, store_bench.BATCH)
+            ],
+            "syncs": lambda: store_bench.bench_syncs(kinds, report),
+            "read": lambda: store_bench.bench_read(folder, workload, kinds, report),
+            "sql": lambda: sql_targets(folder, workload, report),
+            "flow": lambda: flow_bench.bench_flow(folder, report, n=8_000),
+            "poll": lambda: [
+                flow_bench.bench_poll(folder, POLL_ALL if args.all else POLL, report),
+                flow_bench.bench_poll_control(folder, POLL_CONTROL, report),
+            ],
+            "writers": lambda: flow_bench.bench_writers(folder, WRITERS, report),
+            "sweep": lambda: sweep(folder, SWEEP_ALL if args.all else SWEEP, report),
+        }
+        for part in (part for part in PARTS if part in only):
+            steps[part]()
+    if args.all and absent:
+        report.add("Not installed, not measured", ", ".join(absent) + "\n")
+    head = HEAD.format(
+        command=" ".join(["tests/bench/run.py", *sys.argv[1:]]),
+        date=datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M"),
+        system=f"{platform.system()} {platform.machine()}",
+        cpus=os.cpu_count(),
+        load=load,
+        minutes=(time.monotonic() - start) / 60,
+        n=n,
+        mean=workload.n_tokens / n,
+        raw=RAW_BYTES,
+        rounds=ROUNDS,
+    )
+    return report.markdown(head)
+
+
+def sql_targets(folder: Path, workload: Workload, report: Report) -> None:
+    for query, ratio in sql_bench.bench_sql(folder, workload, report).items():
+        report.target(f"SQL, {query}, to native DuckDB", ratio, 1.5, most=True)
+
+
+def sweep(folder: Path, sizes: list[int], report: Report) -> None:
+    """Whole logs of growing size: what one more segment costs must not depend on those before."""
+    rows = []
+    workload = Workload(min(SWEEP_WORKLOAD, sizes[-1]))
+    for k in range(workload.n):
+        workload.row(k)
+    for n in sizes:
+        rows.append(sql_bench.whole_log(folder / f"sweep-{n}", workload, n))
+    head = [
+        "segments",
+        "append, segments/s",
+        "raw, segments/s",
+        "ratio",
+        "compact, s",
+        "bytes per token",
+        "first SQL, s",
+        "token mean, ms",
+        "native, ms",
+        "fresh tail, s",
+    ]
+    report.add("Logs of growing size, 64 segments per commit", table(head, rows))
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +43,13 @@ class Train:
     """One `molt train` process; `wait` for its end, or for a record in its log."""
 
     def __init__(
-        self, folder: Path, model: str, *overrides: str, config: Path | None = None, **env: str
+        self,
+        folder: Path,
+        model: str,
+        *overrides: str,
+        config: Path | None = None,
+        flags: Sequence[str] = (),
+        **env: str,
     ) -> None:
         self.log, self.output = folder / "log", folder / "output.txt"
         if config is None:
@@ -51,7 +58,7 @@ class Train:
         arguments = [f"--set={o}" for o in (f"run.dir={self.log}", *overrides)]
         with open(self.output, "ab") as out:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "molt.cli", "train", str(config), *arguments],
+                [sys.executable, "-m", "molt.cli", "train", str(config), *arguments, *flags],
                 stdout=out,
                 stderr=subprocess.STDOUT,
                 cwd=HERE,
@@ -90,6 +97,16 @@ class Train:
         except psutil.NoSuchProcess:
             return
         self.family += [p for p in found if p not in self.family]
+
+    def processes(self, title: str) -> list[psutil.Process]:
+        """Living processes of this run whose name or command line holds `title`."""
+        self.remember()
+        found = []
+        for process in self.family:
+            with contextlib.suppress(psutil.Error):
+                if title in f"{process.name()} {' '.join(process.cmdline())}":
+                    found.append(process)
+        return found
 
     def signal(self, number: signal.Signals) -> None:
         self.process.send_signal(number)

@@ -35,7 +35,7 @@ from molt.config import load as load_config
 from molt.planning import plan_group, plan_header
 from molt.replay.assemble import assemble
 from molt.rollout.engines import EngineSource
-from molt.rollout.resume import Recorded, source_of
+from molt.rollout.resume import Recorded
 from molt.rollout.session import Desk, Session
 from molt.rollout.worker import RolloutWorker
 from molt.schemas.errors import EngineError, RequestRefused, WindowFull
@@ -365,8 +365,8 @@ def test_another_attempt_goes_on_from_what_was_recorded(
             break
         fold = Fold(log.tail(streams=STREAMS, columns=COLUMNS))
         fold.update()
-        rows = log.rows(source_of(fold, "train-0", "train-0/0"))
-        assert rows[0]["attempt"] == first.a.attempt
+        begun = fold.groups["train-0"].attempts["train-0/0"][first.a.attempt]
+        rows = log.rows(info.ref for _, info in sorted(begun.segments.items()))
         second = Session(talk, assignment(attempt=first.a.attempt + 1), 60, rows)
         second.recorded = Recorded(rows)
         replies = await turns(second, 3)

@@ -63,8 +63,9 @@ async def call(actor: Any, method: str, *args: Any) -> Any:
 
 def test_spoiled_bytes_are_retried_and_then_stop_with_the_engine_paused(rig: Rig) -> None:
     sender = Sender(rig, load(rig.engine._settings.model))
-    publisher = Publisher([sender], [rig.engine], 1, "float32", LimitsConfig(), call)
+    publisher = Publisher([sender], {"engine-0": rig.engine}, 1, "float32", LimitsConfig(), call)
     publisher.probe = Probe(sequences=PROBES, n_context=[53] * 8)
+    publisher._connected = [rig.engine]
     publisher._manifest = sender.manifest()
     first = rig.run(publisher.refit(0))
     rig.run(publisher.resume())

@@ -157,7 +157,7 @@ def test_packed_equals_plain_in_values_and_gradients(
         logprobs_N = trainer.model.logprobs(row)
         found[slot_N] = logprobs_N.detach()
         (factor[slot_N] * logprobs_N).sum().backward()
-    assert (found - expected).abs().max() < 1e-5
+    assert (found - expected).abs().max() < 2e-5
     for name, parameter in plain.named_parameters():
         gradient = trainer.parameters[name].grad.full_tensor()
         scale = parameter.grad.abs().max()
@@ -307,8 +307,8 @@ def test_a_loss_that_is_not_finite_takes_no_step(trainer: Trainer) -> None:
 
 
 def test_what_cannot_run_is_refused_with_its_reason(folder: Path, trainer: Trainer) -> None:
-    with pytest.raises(ConfigError, match="algorithm 'ppo'"):
-        Trainer(settings(folder, algorithm="ppo"), 0, 1, "tcp://127.0.0.1:1")
+    with pytest.raises(ConfigError, match="loss 'ppo'"):
+        Trainer(settings(folder, loss="ppo"), 0, 1, "tcp://127.0.0.1:1")
     with pytest.raises(TrainerError, match="no .metadata; start from an older"):
         trainer.load(str(folder / "nothing"))
     trainer.save(str(folder / "torn"))

@@ -171,10 +171,17 @@ class LogMachine(RuleBasedStateMachine):
     def pick(self, data: st.DataObject) -> Appender:
         return data.draw(st.sampled_from(self.appenders), label="writer")
 
-    @precondition(lambda self: self.appenders)
-    @rule(data=st.data(), n=st.integers(1, 3))
-    def append(self, data: st.DataObject, n: int) -> None:
+    @rule(data=st.data(), n=st.integers(1, 4), durable=st.booleans())
+    def append(self, data: st.DataObject, n: int, durable: bool) -> None:
+        if not self.appenders:
+            self.open_writer()
         appender = self.pick(data)
+        self.fill(appender, n)
+        if durable:
+            appender.w.flush()
+            self.acknowledge(appender)
+
+    def fill(self, appender: Appender, n: int) -> None:
         for _ in range(n):
             self.n += 1
             for key in (("segments", self.n), ("rewards", self.n)):
@@ -209,10 +216,11 @@ class LogMachine(RuleBasedStateMachine):
         self.acknowledge(appender)
 
     @precondition(lambda self: self.appenders and not self.hidden)
-    @rule(data=st.data(), n=st.integers(1, 20), times=st.sampled_from([1, 100]))
+    @rule(data=st.data(), n=st.integers(1, 14), times=st.sampled_from([1, 100]))
     def flush_fails(self, data: st.DataObject, n: int, times: int) -> None:
         """What failed may be there or not; the same append succeeds afterwards."""
         appender = self.pick(data)
+        self.fill(appender, 1)
         rows = [key for key, _ in appender.pending]
         self.unsure = {key: 2 for key in rows}
         with failing(FaultyOs(None, errno.EIO, first=n, times=times)):
@@ -238,9 +246,10 @@ class LogMachine(RuleBasedStateMachine):
         self.leave(self.pick(data))
 
     @precondition(lambda self: self.appenders and not self.hidden)
-    @rule(data=st.data(), n=st.integers(1, 20), after=st.booleans())
+    @rule(data=st.data(), n=st.integers(1, 14), after=st.booleans())
     def crash_in_a_flush(self, data: st.DataObject, n: int, after: bool) -> None:
         appender = self.pick(data)
+        self.fill(appender, 1)
         self.unsure = {key: 1 for key, _ in appender.pending}
         with failing(DyingOs(n, after=after)):
             try:
@@ -331,13 +340,17 @@ class LogMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.n and not self.hidden)
     @rule(data=st.data(), with_checkpoint=st.booleans())
     def settle(self, data: st.DataObject, with_checkpoint: bool) -> None:
-        open_groups = sorted(set(range(1, self.n + 1)) - self.settled)
-        groups = open_groups[: data.draw(st.integers(0, len(open_groups)), label="settled")]
+        self.drop(data.draw(st.integers(0, self.n), label="settled up to"))
+        if with_checkpoint:
+            self.put_checkpoint()
+
+    def drop(self, last: int) -> None:
+        groups = sorted(set(range(1, last + 1)) - self.settled)
         if groups:
             self.log.control.put("drop", [make.drop_row(f"train-{i}") for i in groups], {})
             self.settled.update(groups)
-        if not with_checkpoint:
-            return
+
+    def put_checkpoint(self) -> None:
         self.step += 1
         path = f"checkpoints/{self.log.control.epoch}-{self.step}"
         row = {"epoch": self.log.control.epoch, "step": self.step, "state_digest": "a"}
@@ -347,10 +360,13 @@ class LogMachine(RuleBasedStateMachine):
         if self.checkpoint is None:
             self.checkpoint = set(self.settled)
 
-    @precondition(lambda self: self.checkpoint and not self.hidden)
-    @rule()
-    def retire(self) -> None:
+    @precondition(lambda self: self.there and not self.hidden)
+    @rule(some=st.booleans())
+    def retire(self, some: bool) -> None:
         """Below each writer's floor all hot commits go; cold files go when all of them may."""
+        if self.checkpoint is None:
+            self.drop(self.n // 2 if some else self.n)
+            self.put_checkpoint()
         before = self.visible()
         hot = {(f.writer, f.seq) for w in self.writers() for f in self.hot(w)}
         may_go = {p for w in self.writers() for p in self.below_floor(w, before)}
@@ -369,7 +385,7 @@ class LogMachine(RuleBasedStateMachine):
                 return
             yield place
 
-    @precondition(lambda self: not self.hidden)
+    @precondition(lambda self: not self.hidden and self.there and self.log.control.epoch < 5)
     @rule()
     def new_epoch(self) -> None:
         """Closes every open writer at what is visible; those that go on are not seen again."""

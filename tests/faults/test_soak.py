@@ -96,7 +96,7 @@ def snapshot(conn: Connection, path: str, stop: Any) -> None:
     wrong: Counter[str] = Counter()
     n = 0
     while n == 0 or not stop.is_set():
-        with connect([log]) as con:
+        with connect([log], query=" ".join(CHECKS.values())) as con:
             for what, query in CHECKS.items():
                 wrong[what] += con.execute(query).fetchall()[0][0]
         n += 1

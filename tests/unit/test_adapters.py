@@ -1,14 +1,20 @@
 """Adapters on the real libraries, where they are installed; TRL's form needs none."""
 
 import asyncio
+import shutil
+from pathlib import Path
 from typing import Any
 
 import pytest
+from doubles import ScriptedSession, says
 
 from molt.agents.adapters.gymnasium import Gymnasium
 from molt.agents.adapters.reasoning_gym import ReasoningGym
 from molt.agents.adapters.trl import Rewards
+from molt.agents.adapters.verifiers import Verifiers
+from molt.agents.chat import Context, Result
 from molt.agents.env import Reply
+from molt.agents.server import serve
 
 
 def reply(text: str) -> Reply:
@@ -100,3 +106,72 @@ def test_trls_own_functions() -> None:
     for text, value in (("<think>a</think>b", 1.0), ("b", 0.0)):
         turn = asyncio.run(env.step(reply(text)))
         assert turn.rewards == {"think_format_reward": value}
+
+
+ADDING = """
+import verifiers.v1 as vf
+
+
+class AddData(vf.TaskData):
+    total: int
+
+
+class AddTask(vf.Task[AddData, vf.State]):
+    @vf.reward(weight=2.0)
+    async def right(self, task: AddData, trace: vf.Trace) -> float:
+        return float(str(task.total) in trace.last_reply)
+
+
+class Adding(vf.Taskset[AddTask]):
+    def load(self):
+        for x in range(3):
+            yield AddTask(AddData(prompt=f"{x} + 1 = ?", total=x + 1))
+
+
+__all__ = ["Adding"]
+"""
+
+
+class Adds(Verifiers):
+    config = {"taskset": {"id": "adding-for-molt"}}
+
+
+def test_a_verifiers_environment_plays_through_the_server(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its own harness, a process of its own, asks our server; its weighted rewards come back."""
+    pytest.importorskip("verifiers.v1")
+    if shutil.which("uv") is None:
+        pytest.skip("verifiers' harnesses need uv")
+    (tmp_path / "adding_for_molt.py").write_text(ADDING)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    prompts = list(Adds.prompts(0))
+    assert sorted(p["task"] for p in prompts) == [0, 1, 2]
+
+    async def play(session: ScriptedSession, task: int) -> Result:
+        running = await serve({session.token: session})
+        context = Context(
+            base_url=running.base_url,
+            api_key=session.token,
+            model="policy",
+            prompt={"task": task},
+            label=None,
+            sampling=session.sampling,
+            deadline_s=60.0,
+            rollout_id="train-0/0",
+            attempt=0,
+            purpose="train",
+        )
+        try:
+            return await Adds().run(context)
+        finally:
+            await running.close()
+
+    session = ScriptedSession(says("it is 2"))
+    assert asyncio.run(play(session, 1)) == Result(rewards={"right": 2.0})
+    (request,) = session.requests
+    assert request.messages[-1] == {"role": "user", "content": "1 + 1 = ?"}
+    wrong = asyncio.run(play(ScriptedSession(says("no idea")), 2))
+    assert wrong == Result(rewards={"right": 0.0})
+    broken = asyncio.run(play(ScriptedSession(ValueError("bug")), 0))
+    assert broken.status == "failed" and (broken.reason or "").startswith("verifiers: ")

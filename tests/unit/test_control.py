@@ -9,6 +9,7 @@ from molt.schemas.control import CONTROL, HEADERS
 from molt.schemas.errors import ConfigError, Fenced, LogCorrupt, LogGap, SegmentRejected
 from molt.store import Log
 from molt.store.control import lineage_of, read_records
+from molt.store.sql import run_sql
 
 
 def kinds(log: Log) -> list[tuple[int, str, int]]:
@@ -169,3 +170,14 @@ def test_an_epoch_does_not_give_up_what_lies_behind_a_gap(tiny: Log) -> None:
     assert len(tiny.records()) == before
     with pytest.raises(LogGap, match="commit 1 is missing"):
         tiny.sql("select count(*) from rewards").fetchall()
+
+
+def test_what_one_epoch_hid_the_next_one_does_not_show(log: Log) -> None:
+    """A worker of epoch 1 opens its directory after epoch 2 began: hidden then, and for ever."""
+    make.open_epoch(log)
+    with log.writer(1) as late:
+        late.append("rewards", make.reward())
+    assert log.tail().poll()[1] == []
+    make.open_epoch(log)
+    assert log.tail().poll()[1] == []
+    assert run_sql([log], "select count(*) from rewards")[1] == [[0]]

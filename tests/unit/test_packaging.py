@@ -27,7 +27,8 @@ def project() -> dict:
 
 def test_listed_packages_are_the_folders_that_exist() -> None:
     tool = project()["tool"]["setuptools"]
-    own = {p.parent for p in (ROOT / "molt").glob("*/__init__.py")} | {ROOT / "molt"}
+    inits = [*(ROOT / "molt").glob("*/__init__.py"), *(ROOT / "molt").glob("*/*/__init__.py")]
+    own = {p.parent for p in inits} | {ROOT / "molt"}
     found = {".".join(p.relative_to(ROOT).parts) for p in own}
     assert set(tool["packages"]) == found
     assert tool["package-dir"] == {f"molt.{name}": name for name in LINKED}

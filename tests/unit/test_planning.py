@@ -122,7 +122,7 @@ def test_p15_equal_groups_are_dropped_with_a_reason_when_asked(log: Log, w: Writ
         make.append_rollout(w, f"train-0/{i}", value=value)
     assert [r.advantage for r in planned(log)] == [0.0, 0.0, 0.0]
     dropped = planned(log, conf=config("algo.drop_equal=true"))
-    assert dropped == Drop(group_id="train-0", rollout_id=None, reason="equal rewards")
+    assert dropped == Drop(group_id="train-0", rollout_id=None, reason="equal rewards: 0.3")
 
 
 def test_a_group_without_any_reward_is_dropped_with_its_commonest_reason(
@@ -138,7 +138,11 @@ def test_a_group_over_the_lag_limit_is_dropped(log: Log, w: Writer) -> None:
     w.append("prompts", make.prompt(0, n=1))
     make.append_rollout(w, "train-0/0")
     assert planned(log, step=2)[0].lag_max == 1
-    assert planned(log, step=3).reason == "lag"
+    assert planned(log, step=3)[0].lag_max == 2, "wait tolerates twice the limit"
+    assert planned(log, step=4).reason == "lag"
+    assert planned(log, step=3, conf=config("algo.lag=drop")).reason == "lag"
+    assert planned(log, step=3, conf=config("algo.lag=mask"))[0].decision == "mask"
+    assert planned(log, step=9, conf=config("algo.lag=keep"))[0].decision == "train"
 
 
 def test_reward_weights_and_turn_rewards(log: Log, w: Writer) -> None:

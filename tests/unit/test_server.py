@@ -108,6 +108,7 @@ def test_openai_streamed_reply_is_the_whole_one(tools: Any) -> None:
         return [chunk async for chunk in stream]
 
     chunks = with_openai(session, use)
+    assert {c.id for c in chunks} == {"chatcmpl-7"}
     deltas = [c.choices[0].delta for c in chunks if c.choices]
     assert deltas[0].role == "assistant"
     texts = [d.content for d in deltas if d.content]
@@ -210,7 +211,7 @@ def test_anthropic_stream_has_the_events_of_the_wire(tools: Any) -> None:
         assert raw[:2] == ["message_start", block[0]] and raw.count(block[1]) > 1
         assert raw[-3:] == [block[2], "message_delta", "message_stop"]
     text = next(b.text for b in final.content if b.type == "text")
-    assert text == "smørrebrød"
+    assert text == "smørrebrød" and final.id == "chatcmpl-7"
     assert final.stop_reason == ("tool_use" if tools else "end_turn")
     assert (final.usage.input_tokens, final.usage.cache_read_input_tokens) == (7, 4)
     assert session.deliveries == ["chatcmpl-7"]

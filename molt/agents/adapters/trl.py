@@ -28,7 +28,7 @@ class Rewards(Env):
         asked = prompt["prompt"]
         return [{"role": "user", "content": asked}] if isinstance(asked, str) else list(asked)
 
-    async def step(self, reply: Reply) -> Turn:
+    async def step(self, reply: Reply) -> Turn:  # type: ignore[override]
         chat = [{"role": "assistant", "content": reply.text}]
         completion = reply.text if isinstance(self.row["prompt"], str) else chat
         columns = {k: [v] for k, v in self.row.items() if k != "prompt"}

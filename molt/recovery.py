@@ -1,0 +1,209 @@
+"""Recovery: which past a driver takes up, and how the state after it comes back.
+
+`--from` and `--drop` choose an earlier cut of the lineage; what lies behind it stays in the log for
+audits and is invisible. Then: newest sound checkpoint T, the plans after T again in order, each
+under the settings of the epoch that trained it, compared with its record (invariant I4: a step
+whose record exists writes nothing).
+"""
+
+import json
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from molt import checkpoints
+from molt.offline import recorded_config
+from molt.planning import Drop
+from molt.replay.redo import redo
+from molt.replay.replay import history
+from molt.schemas.columns import Row
+from molt.schemas.errors import ConfigError, LogCorrupt, MoltError, RecoveryError
+from molt.schemas.records import Ref
+from molt.store import Log
+from molt.store.control import Record, lineage_of, read_record
+from molt.store.fold import COLUMNS, STREAMS, Fold
+from molt.store.reader import CommitFile
+from molt.train.settings import trainer_settings
+
+if TYPE_CHECKING:
+    from molt.loop import Run
+
+DROPPED = "--drop"
+BUILT_IN = (
+    *("dtype", "world_size", "tp_size", "ep_size", "cp_size", "threads"),
+    *("activation_checkpointing", "cpu_offload", "reshard_after_forward"),
+)
+"""Settings that a running trainer cannot change: steps made with others are compared by sketch."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Start:
+    """What the command line asks of a start."""
+
+    accept_changes: bool = False
+    from_step: int | None = None
+    """Go on from this step; later ones are abandoned."""
+    drop: tuple[str, ...] = ()
+    """Rollouts whose groups are settled without a step, or "writer/seq" of unreadable commits."""
+
+    @property
+    def is_plain(self) -> bool:
+        """True if the whole past counts."""
+        return self.from_step is None and not self.drop
+
+
+def cut(records: Sequence[Record], start: Start) -> tuple[int | None, int | None]:
+    """(parent epoch, last record that still counts); (None, None) = everything counts.
+
+    ConfigError for a step that is not recorded.
+    """
+    lineage = lineage_of(records)
+    mine = [r for r in records if lineage.holds(r.n)]
+    ends = []
+    if start.from_step is not None:
+        known = {0, *(r.rows[0]["step"] for r in mine if r.kind == "step")}
+        if start.from_step not in known:
+            raise ConfigError(
+                f"--from {start.from_step}: this lineage has the steps 0 to {max(known)}"
+            )
+    for plan in (r for r in mine if r.kind == "plan"):
+        later = start.from_step is not None and plan.header["step"] > start.from_step
+        if later or any(row["rollout_id"] in start.drop for row in plan.rows):
+            ends.append(plan.n - 1)
+    if not ends:
+        return None, None
+    last = min(ends)
+    parent = next(e for e, (a, b) in lineage.spans.items() if a <= last and (b or last) >= last)
+    return parent, last
+
+
+def open_fold(log: Log, start: Start, say: Callable[[str], None]) -> Fold:
+    """The folded log. An unreadable commit is RecoveryError with what may be done about it.
+
+    With `--drop` (now, or in this lineage before) it is passed over instead, and said: attempts
+    that miss rows of it are never finished, so their prompts are issued again.
+    """
+    damaged: list[tuple[CommitFile, LogCorrupt]] = []
+
+    def unreadable(file: CommitFile, error: LogCorrupt) -> None:
+        if file.stream == "prompts":
+            raise error
+        damaged.append((file, error))
+
+    fold = Fold(log.tail(streams=STREAMS, columns=COLUMNS, on_corrupt=unreadable))
+    fold.update()
+    records = [r for r in log.records() if fold.tail.lineage.holds(r.n)]
+    before = any(DROPPED in row["reason"] for r in records if r.kind == "drop" for row in r.rows)
+    for file, error in damaged:
+        name = f"{file.writer}/{file.seq}"
+        victims = _planned(records, file)
+        if not (start.drop or before):
+            what = [*victims] or [name]
+            raise RecoveryError(
+                f"{error}. It holds rows of {', '.join(victims) or 'no plan'}. Restore the file "
+                f"from a copy, or go on without it: {' '.join(f'--drop {w}' for w in what)}"
+            )
+        say(f"commit {name} ({file.stream}) is unreadable and passed over")
+    fold.tail.on_corrupt = None
+    return fold
+
+
+def _planned(records: Sequence[Record], file: CommitFile) -> list[str]:
+    """The rollouts whose plans name rows of a commit."""
+    found = {
+        row["rollout_id"]: None
+        for plan in records
+        if plan.kind == "plan"
+        for row in plan.rows
+        for ref in (ref for branch in row["branches"] for ref in branch["refs"])
+        if (ref["log"], ref["writer"], ref["seq"]) == (0, file.writer, file.seq)
+    }
+    return list(found)
+
+
+def asked_drops(fold: Fold, asked: Collection[str]) -> list[Drop]:
+    """The drops of `--drop`; groups that are settled already need none. ConfigError if unknown."""
+    drops: dict[str, Drop] = {}
+    for name in asked:
+        group_id = name.rpartition("/")[0]
+        if not name.startswith(("train-", "eval-")) or fold.is_settled(group_id):
+            continue
+        if group_id not in fold.groups:
+            raise ConfigError(f"--drop {name}: this log has no group {group_id}")
+        reason = f"{DROPPED} {name}"
+        drops.setdefault(group_id, Drop(group_id=group_id, rollout_id=None, reason=reason))
+    return list(drops.values())
+
+
+async def recover(run: "Run") -> None:
+    """Bring the trainer to the state after the last planned step of the lineage."""
+    found = history(run.log)
+    epochs = {row["epoch"]: row for row in found.epochs}
+    mine = _built(epochs[run.epoch])
+
+    def same_bits(row: Row) -> bool:
+        same = _built(epochs[row["epoch"]]) == mine
+        return same and run.cluster.trainer_device == "cpu"
+
+    run.step, run.state_digest = await checkpoints.load(run, found, same_bits)
+    plans = {s: n for s, n in found.plans.items() if s > run.step}
+    if not plans:
+        return
+    run.screen.say(f"redo of {len(plans)} step(s) after step {run.step}, from the log")
+    before = await run.cluster.on_trainers("sketch") if run.config.train.sketch else None
+    current = trainer_settings(run.config, run.cluster.model_folder)
+    in_force = current
+
+    async def execute(number: int) -> Any:
+        nonlocal in_force
+        plan = read_record(run.log.path, number)
+        recorded = recorded_config(epochs[plan.epoch])
+        wanted = trainer_settings(recorded, run.cluster.model_folder)
+        if wanted != in_force:
+            await run.cluster.on_trainers("configure", wanted)
+            in_force = wanted
+        try:
+            return await run.cluster.execute(number)
+        except MoltError as error:
+            raise _explained(run.log, plan, error) from error
+
+    async for step, outcome, gap in redo(
+        execute,
+        plans,
+        found.steps,
+        run.step,
+        same_bits=same_bits,
+        before=before,
+        limit=run.config.limits.redo_gap,
+    ):
+        if step not in found.steps:
+            run.record_step(step, run.log.records(plans[step])[0].rows, outcome)
+        run.step, run.state_digest = step, outcome.state_digest
+        how = f"sketch within {gap:.1e}" if gap is not None else f"state {outcome.state_digest}"
+        run.screen.say(f"step {step} redone: {how} as recorded")
+    run.meter.redone = len(plans)
+    if in_force != current:
+        await run.cluster.on_trainers("configure", current)
+
+
+def _built(epoch: Row) -> tuple[Any, ...]:
+    """What two epochs must have in common for their steps to agree bit for bit."""
+    train = json.loads(epoch["config"]).get("train", {})
+    return epoch["packages"], *(train.get(name) for name in BUILT_IN)
+
+
+def _explained(log: Log, plan: Record, error: MoltError) -> MoltError:
+    """`error`, or which rollouts of the plan cannot be read and how to go on without them."""
+    victims = []
+    for row in plan.rows:
+        try:
+            log.rows(Ref(**ref) for branch in row["branches"] for ref in branch["refs"])
+        except (MoltError, OSError):
+            victims.append(row["rollout_id"])
+    if not victims:
+        return error
+    return RecoveryError(
+        f"the plan of step {plan.header['step']} names rows that cannot be read, of "
+        f"{', '.join(victims)}: {error}. Restore them, or go on without: "
+        f"{' '.join(f'--drop {v}' for v in victims)}"
+    )

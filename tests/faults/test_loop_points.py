@@ -1,0 +1,252 @@
+"""Death of the driver between every pair of writes around a step: recovery on the real trainer.
+
+The trainer, the log, the checkpoints and the driver's loop are the product's own; rollouts come
+from scripted players, so a death and the start after it take seconds. What must hold afterwards is
+asked by plain SQL and by executing every plan once more from the first weights.
+"""
+
+import asyncio
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from simulation import Simulation, config
+
+from molt import checkpoints, recovery
+from molt.config import Config, to_dict
+from molt.publish import Gap, Published
+from molt.schemas.text import canonical_json
+from molt.store import Log, control
+from molt.store.control import lineage_of
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "e2e"))
+from test_trainer import free_port
+from tiny import tiny_tied_llama
+
+from molt.train.actor import TrainerActor
+from molt.train.settings import trainer_settings
+
+pytestmark = pytest.mark.e2e
+
+STEPS = 4
+TWICE = """
+select rollout_id, count(*) as n from plans group by rollout_id having n > 1 union all
+select group_id, count(*) as n from (
+    select distinct group_id, step from plans union all select group_id, -1 from drops
+) group by group_id having n > 1
+"""
+MISSING = """
+select k from (
+    select unnest(range((select max(ordinal) + 1 from prompts where purpose = 'train'))) as k
+) where k not in (select ordinal from prompts where purpose = 'train')
+"""
+SKIPPED = f"""
+select ordinal from groups where purpose = 'train' and not settled
+and ordinal < (select max(ordinal) from groups where settled) - 8 * {STEPS}
+"""
+
+
+class Death(BaseException):
+    """The driver is gone: nothing is closed, nothing is flushed."""
+
+
+class Deadly:
+    """Counts the driver's durable writes and dies before the n-th."""
+
+    def __init__(self, at: int | None) -> None:
+        self.at, self.seen = at, []  # type: ignore[var-annotated]
+
+    def wrap(self, publish: Any) -> Any:
+        def deadly(path: Path, data: bytes) -> None:
+            if len(self.seen) == self.at:
+                raise Death(path.name)
+            publish(path, data)
+            kind = (
+                "marker"
+                if path.name == "COMPLETE"
+                else control.read_record(path.parents[1], int(path.stem)).kind
+            )
+            self.seen.append(kind)
+
+        return deadly
+
+
+class Driver(Simulation):
+    """The simulation with a real trainer: recovery, training, checkpoints, redo."""
+
+    def __init__(self, path: Path, conf: Config, trainer: TrainerActor) -> None:
+        super().__init__(path, conf, train_s=5.0, epoch={"config": canonical_json(to_dict(conf))})
+        self.trainer = trainer
+        trainer.log = self.run.log
+        players: Any = self.players
+        players.trainer_device, players.model_folder = "cpu", trainer.settings.model
+
+        async def on_trainers(method: str, *args: Any) -> Any:
+            return getattr(trainer, method)(*args)
+
+        async def execute(plan: int) -> Any:
+            return trainer.execute_plan(plan)
+
+        players.on_trainers, players.execute = on_trainers, execute
+
+    async def go(self, steps: int) -> None:
+        run = self.run
+        await recovery.recover(run)
+        self.publish()
+        run.issuer.adopt()
+        while run.step < steps:
+            await asyncio.sleep(0)
+            plan = await run.plan()
+            assert plan is not None
+            await run.train(plan)
+            self.players.advance(self.train_s)
+            self.publish()
+        await run.issuer.close()
+
+    def publish(self) -> None:
+        """The policy record of what the engines would now hold."""
+        gap = Gap(mean_gap=0.0, p999_gap=0.0, max_gap=0.0, k3=0.0)
+        run = self.run
+        run.record_policy(
+            Published(
+                version=run.step,
+                weights_digest=self.trainer.weights_digest(),
+                bytes=1,
+                seconds=0.0,
+                recompute_tokens=0,
+                engines=("engine-0",),
+                probe=gap,
+            )
+        )
+        self.players.version = run.step
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    tiny_tied_llama(path / "model")
+    return path
+
+
+@pytest.fixture(scope="module")
+def trainer(model: Path) -> Iterator[TrainerActor]:
+    Log.create(model / "none")
+    options = trainer_settings(conf_of(model), str(model / "model"))
+    trainer = TrainerActor(
+        options, 0, 1, f"tcp://127.0.0.1:{free_port()}", None, str(model / "none")
+    )
+    trainer.start()
+    trainer.save(str(model / "start"))
+    yield trainer
+    trainer.close()
+
+
+def conf_of(model: Path) -> Config:
+    return config(
+        f"model={model / 'model'}",
+        *(f"run.steps={STEPS}", "checkpoint.every=2", "train.lr=1e-3", "train.threads=1"),
+        *("algo.update_passes=2", "data.groups_per_step=2", "data.rollouts_per_group=2"),
+    )
+
+
+def drive(
+    path: Path, model: Path, trainer: TrainerActor, steps: int, deadly: Deadly | None = None
+) -> None:
+    """A fresh driver and a fresh trainer's state, until `steps` or its death."""
+    conf = conf_of(model)
+    trainer.load(str(model / "start"))
+    with pytest.MonkeyPatch.context() as patch:
+        if deadly is not None:
+            patch.setattr(control, "publish", deadly.wrap(control.publish))
+            patch.setattr(checkpoints, "publish", deadly.wrap(checkpoints.publish))
+        driver = Driver(path, conf, trainer)
+        asyncio.run(driver.go(steps))
+
+
+def check(log: Log, model: Path, trainer: TrainerActor) -> None:
+    """Nothing twice, nothing skipped, and every recorded step is what its plan makes."""
+    steps = log.sql("select step, state_digest from steps order by step").fetchall()
+    assert [s for s, _ in steps] == list(range(1, STEPS + 1))
+    assert log.sql(TWICE).fetchall() == []
+    assert log.sql(MISSING).fetchall() == []
+    assert log.sql(SKIPPED).fetchall() == []
+    trainer.load(str(model / "start"))
+    trainer.log = log
+    records = log.records()
+    lineage = lineage_of(records)
+    plans = [r for r in records if r.kind == "plan" and lineage.holds(r.n)]
+    assert [r.header["step"] for r in plans] == list(range(1, STEPS + 1))
+    assert [trainer.execute_plan(r.n).state_digest for r in plans] == [d for _, d in steps]
+
+
+WRITES = [
+    *("epoch", "policy"),
+    *("plan", "step", "policy"),
+    *("plan", "step", "marker", "checkpoint", "policy"),
+    *("plan", "step", "policy"),
+    *("plan", "step", "marker", "checkpoint", "policy"),
+]
+"""The driver's own durable writes of four steps with a checkpoint after every second."""
+
+
+def test_these_are_the_writes(tmp_path: Path, model: Path, trainer: TrainerActor) -> None:
+    deadly = Deadly(None)
+    drive(tmp_path / "log", model, trainer, STEPS, deadly)
+    assert deadly.seen == WRITES
+    check(Log.open(tmp_path / "log"), model, trainer)
+
+
+@pytest.mark.parametrize("at", range(len(WRITES)), ids=[f"{i}-{w}" for i, w in enumerate(WRITES)])
+def test_death_before_each_write(
+    tmp_path: Path, model: Path, trainer: TrainerActor, at: int
+) -> None:
+    path, deadly = tmp_path / "log", Deadly(at)
+    with pytest.raises(Death):
+        drive(path, model, trainer, STEPS, deadly)
+    assert deadly.seen == WRITES[:at]
+    drive(path, model, trainer, STEPS)
+    check(Log.open(path), model, trainer)
+
+
+def test_death_at_every_start(tmp_path: Path, model: Path, trainer: TrainerActor) -> None:
+    """Three starts that die in different places of the recovery itself, then one that does not."""
+    path = tmp_path / "log"
+    for at in (len(WRITES) - 5, 2, 3):
+        with pytest.raises(Death):
+            drive(path, model, trainer, STEPS, Deadly(at))
+    drive(path, model, trainer, STEPS)
+    check(Log.open(path), model, trainer)
+
+
+def test_a_checkpoint_that_dies_half_written_is_passed_over(
+    tmp_path: Path, model: Path, trainer: TrainerActor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "log"
+
+    def half(folder: str) -> Any:
+        (Path(folder) / "__0_0.distcp").write_bytes(b"half")
+        raise Death
+
+    with monkeypatch.context() as patch, pytest.raises(Death):
+        patch.setattr(trainer, "save", half)
+        patch.setattr(checkpoints, "_remove", lambda folder: None)  # the dead clean up nothing
+        drive(path, model, trainer, STEPS)
+    assert [f.name for f in (path / "checkpoints").iterdir()] == ["1-2"]
+    drive(path, model, trainer, STEPS)
+    check(Log.open(path), model, trainer)
+
+
+def test_the_check_sees_a_step_that_is_not_its_plan(
+    tmp_path: Path, model: Path, trainer: TrainerActor
+) -> None:
+    path = tmp_path / "log"
+    drive(path, model, trainer, STEPS)
+    trainer.load(str(model / "start"))
+    trainer.perturb(1e-6, seed=1)
+    trainer._saved = {}
+    first = next(r.n for r in Log.open(path).records() if r.kind == "plan")
+    digest = trainer.execute_plan(first).state_digest
+    ((recorded,),) = Log.open(path).sql("select state_digest from steps where step=1").fetchall()
+    assert digest != recorded

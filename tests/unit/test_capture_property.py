@@ -1,0 +1,132 @@
+"""Random rollouts: branches reproduce what the engine saw, and each sampled token is owned once.
+
+An agent is drawn that answers tools, asks on, edits, drops, re-sends, compacts, starts sub-agents
+and sends several requests at once; replies think, call tools, are cut, come in pieces and are
+spelled in ids that no tokenizer would give.
+"""
+
+from typing import Any
+
+import chats
+import numpy as np
+from chats import Player, call, reply, tool, user
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from molt.agents.capture import Placement
+from molt.agents.types import ChatRequest, Messages, ParsedReply
+
+TEXT = st.text(alphabet="ab \n<|im_end|>é", max_size=6) | st.sampled_from(["<|im_end|>", "weather"])
+ARGUMENTS = st.sampled_from(['{"a": 1}', '{"a":1,"b":[2]}', '{"b": [2], "a": 1.0}', "[1", ""])
+MOVES = ("ask", "tool", "edit", "drop", "again", "compact", "sub_agent", "fan_out", "several")
+RENDERERS = [chats.renderer(chats.PLAIN), chats.renderer(chats.THINKING)]
+
+
+@st.composite
+def answers(draw: Any) -> ParsedReply:
+    calls = draw(st.lists(ARGUMENTS, max_size=2))
+    return reply(
+        draw(st.none() | TEXT) or None,
+        draw(st.none() | TEXT) or None,
+        tuple(call(f"call{draw(st.integers(0, 999))}", a) for a in calls),
+    )
+
+
+class Agent:
+    """Holds several conversations of one rollout, as (messages) that end with a reply."""
+
+    def __init__(self, draw: Any) -> None:
+        self.draw = draw
+        self.player = Player(draw(st.sampled_from(RENDERERS)))
+        self.open: list[Messages] = []
+        self.n_extended = 0
+
+    def sample(self, placement: Placement, messages: Messages) -> None:
+        """Answer a placed request with ids that need not be the tokenizer's."""
+        draw, p = self.draw, self.player
+        answer = draw(answers())
+        ids = p.renderer.encode(chats.spelled(answer))
+        if draw(st.booleans()):
+            ids = [i for piece in ids for i in p.renderer.encode(p.text([piece]))][::-1]
+        finish = draw(st.sampled_from(["stop", "length"]))
+        ids += p.renderer.encode(p.stop) if finish == "stop" else []
+        cut = draw(st.integers(0, len(ids)))
+        pieces = []
+        for context, sampled in ((placement.delta_ids, ids[:cut]), ([], ids[cut:])):
+            own = [*context, *sampled]
+            if own or not pieces:
+                p.rows[len(p.rows)] = (own, [0] * len(context) + [1] * len(sampled))
+                pieces.append((len(p.rows) - 1, np.array(own, np.int32)))
+        p.capture.accept(placement, pieces, answer, finish)
+        p.seen.append((placement.prompt_ids + ids, pieces[-1][0]))
+        self.open.append([*messages, answer.message()])
+
+    def place(self, messages: Messages, **more: Any) -> Placement:
+        placement = self.player.capture.place(ChatRequest(messages=messages, **more))
+        assert placement.prompt_ids[placement.keep :] == placement.delta_ids
+        return placement
+
+    def turn(self, messages: Messages) -> Placement:
+        placement = self.place(messages)
+        self.sample(placement, messages)
+        return placement
+
+    def move(self) -> None:
+        draw = self.draw
+        known = draw(st.sampled_from(self.open))
+        match draw(st.sampled_from(MOVES)):
+            case "ask":
+                self.turn([*known, user(draw(TEXT))])
+            case "tool":
+                ids = [c["id"] for c in known[-1].get("tool_calls", [])]
+                results = [tool(i, draw(TEXT)) for i in draw(st.permutations(ids or ["none"]))]
+                self.turn([*known, *results])
+            case "edit":
+                at = draw(st.integers(0, len(known) - 1))
+                edited = known[at] | {"content": draw(TEXT)}
+                self.turn([*known[:at], edited, *known[at + 1 :], user("?")])
+            case "drop":
+                at = draw(st.integers(0, len(known) - 1))
+                self.turn([*known[:at], *known[at + 1 :], user("?")])
+            case "again":
+                self.turn(known[:-1])
+            case "compact":
+                self.turn([*known[:1], user("So far: " + draw(TEXT))])
+            case "sub_agent":
+                self.turn([user(draw(TEXT))])
+            case "fan_out":
+                requests = [[*known, user(draw(TEXT))] for _ in range(2)]
+                placed = [self.place(messages) for messages in requests]
+                for placement, messages in zip(placed[::-1], requests[::-1], strict=True):
+                    self.sample(placement, messages)
+            case "several":
+                messages = [*known, user("Pick.")]
+                placement = self.place(messages, n=2)
+                for _ in range(2):
+                    self.sample(placement, messages)
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(st.data())
+def test_branches_reproduce_what_the_engine_saw(data: st.DataObject) -> None:
+    agent = Agent(data.draw)
+    agent.turn([{"role": "system", "content": "s"}, user(data.draw(TEXT))])
+    for _ in range(data.draw(st.integers(1, 8))):
+        agent.move()
+    agent.player.check()
+
+
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(st.data())
+def test_an_honest_agent_has_one_branch(data: st.DataObject) -> None:
+    """Whatever is sampled, an agent that only goes on never forks while thoughts are kept."""
+    agent = Agent(data.draw)
+    agent.player = Player(RENDERERS[0])
+    agent.turn([user(data.draw(TEXT))])
+    for _ in range(data.draw(st.integers(1, 8))):
+        known = agent.open[-1]
+        placement = agent.turn([*known, user(data.draw(TEXT))])
+        assert placement.reason is None
+        assert placement.prompt_ids[: placement.keep] == agent.player.seen[-2][0]
+    assert agent.player.branches == 1
+    agent.player.check()

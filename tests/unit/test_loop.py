@@ -1,0 +1,144 @@
+"""The loop's decisions over many steps: real log files, scripted players, no models."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from simulation import config, lengths, simulate
+
+from molt.recovery import Start, cut
+from molt.schemas.errors import ConfigError, MoltError, RecoveryError
+from molt.store import Log
+
+TWICE = """
+select group_id, count(*) as n from (
+    select distinct group_id, step from plans union all select group_id, -1 from drops
+) group by group_id having n > 1
+"""
+TRAINED = """
+select len(token_ids) from segments join plans using (rollout_id, attempt)
+where decision in ('train', 'mask')
+"""
+
+
+@pytest.mark.parametrize("max_lag", [0, 1])
+def test_filters_that_take_most_groups_do_not_deadlock(tmp_path: Path, max_lag: int) -> None:
+    """70 % of the groups are filtered; drops settle at once, so the bound is never used up."""
+    conf = config(f"algo.max_lag={max_lag}", "algo.drop_equal=true", "run.steps=12")
+    found = simulate(tmp_path / "log", conf, 12, equal=0.7)
+    log = found.run.log
+    ((dropped, planned),) = log.sql(
+        "select (select count(*) from drops), (select count(distinct group_id) from plans)"
+    ).fetchall()
+    assert planned == 12 * 4 and dropped > 1.5 * planned
+    assert found.unsettled_max <= (max_lag + 1) * 4
+    assert log.sql(TWICE).fetchall() == []
+    assert {r for (r,) in log.sql("select distinct lag_max from plans").fetchall()} <= {0, 1}
+
+
+def test_a_run_that_only_drops_says_so(tmp_path: Path) -> None:
+    with pytest.raises(MoltError, match="64 groups in a row were dropped.*equal rewards"):
+        simulate(tmp_path / "log", config("algo.drop_equal=true"), 1, equal=1.0)
+
+
+@pytest.mark.parametrize("policy", ["wait", "drop"])
+def test_waiting_trains_the_lengths_that_were_issued(tmp_path: Path, policy: str) -> None:
+    """10 % of the rollouts are ten times longer: `wait` trains them all, `drop` loses them."""
+    conf = config("algo.max_lag=1", f"algo.lag={policy}", "run.steps=1000")
+    found = simulate(tmp_path / "log", conf, 25, slow=0.1)
+    log, fold = found.run.log, found.run.fold
+    settled = fold.low_water_mark()
+    assert settled > 12
+    issued = [n for r, n in found.players.lengths.items() if _ordinal(r) < settled]
+    within = f"cast(split_part(plans.group_id, '-', 2) as int) < {settled}"
+    trained = lengths(log, f"{TRAINED} and {within}")
+    ((n_drops,),) = log.sql("select count(*) from drops where reason = 'lag'").fetchall()
+    if policy == "wait":
+        assert n_drops == 0
+        assert sorted(trained) == sorted(issued)
+        ((worst,),) = log.sql("select max(lag_max) from plans").fetchall()
+        assert 1 <= worst <= 2
+    else:
+        assert n_drops > 0
+        assert np.mean(trained) < 0.8 * np.mean(issued), "the filter is biased, and seen to be"
+
+
+def _ordinal(rollout_id: str) -> int:
+    return int(rollout_id.split("/")[0].split("-")[1])
+
+
+def test_refits_every_third_step_stay_within_the_limit(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="refit_every is 3 and algo.max_lag 1"):
+        config("algo.refit_every=3", "algo.max_lag=1")
+    conf = config("algo.refit_every=3", "algo.max_lag=2", "algo.lag=drop", "run.steps=12")
+    log = simulate(tmp_path / "log", conf, 12).run.log
+    versions = {v for (v,) in log.sql("select version from policies").fetchall()}
+    assert versions == {0, 3, 6, 9, 12}
+    assert log.sql("select count(*) from drops").fetchall() == [(0,)]
+    assert {x for (x,) in log.sql("select distinct lag_max from plans").fetchall()} == {0, 1, 2}
+
+
+def test_from_an_earlier_step_the_future_is_invisible_and_nothing_is_skipped(
+    tmp_path: Path,
+) -> None:
+    """Six steps, then again from step 2: abandoned groups are issued and trained again."""
+    conf, path = config("run.steps=8"), tmp_path / "log"
+    first = simulate(path, conf, 6).run.log
+    ((old,),) = first.sql("select count(distinct group_id) from plans where step > 2").fetchall()
+    parent, last = cut(first.records(), Start(from_step=2))
+    assert parent == 1
+    second = simulate(path, conf, 4, epoch={"parent_epoch": parent, "cut": last}).run
+    log = second.log
+    steps = log.sql("select step, epoch from steps order by step").fetchall()
+    assert steps == [(1, 1), (2, 1), (3, 2), (4, 2), (5, 2), (6, 2)]
+    everything = log.sql("select count(*) from steps", epoch="all").fetchall()
+    assert everything == [(6 + 4,)] and old == 16
+    assert log.sql(TWICE).fetchall() == []
+    versions = log.sql("select distinct unnest(version_runs) as run from segments").fetchall()
+    shown = {(r[0]["epoch"], r[0]["version"]) for r in versions}
+    assert not shown & {(1, v) for v in range(3, 7)}
+    assert second.fold.low_water_mark() >= 20, "old groups first"
+    with pytest.raises(ConfigError, match="--from 9: this lineage has the steps 0 to 6"):
+        cut(log.records(), Start(from_step=9))
+
+
+def test_an_unreadable_row_stops_and_drop_goes_on_without_its_group(tmp_path: Path) -> None:
+    conf, path = config("run.steps=8"), tmp_path / "log"
+    log = simulate(path, conf, 3).run.log
+    victim = log.sql(
+        "select rollout_id, writer, seq from plans join segments "
+        "using (rollout_id, attempt) where step = 2 order by 1 limit 1"
+    ).fetchall()[0]
+    rollout, writer, seq = victim
+    file = path / "data" / writer / f"{seq // 1024:06d}" / f"{seq:010d}.segments.arrow"
+    raw = bytearray(file.read_bytes())
+    raw[len(raw) // 2] ^= 1
+    file.write_bytes(raw)
+    with pytest.raises(RecoveryError, match=f"--drop {rollout}"):
+        simulate(path, conf, 1)
+    start = Start(drop=(rollout,))
+    parent, last = cut(Log.open(path).records(), start)
+    assert (parent, last) != (None, None)
+    again = simulate(path, conf, 3, start=start, epoch={"parent_epoch": parent, "cut": last}).run
+    group = rollout.split("/")[0]
+    records = [r for r in again.log.records() if again.fold.tail.lineage.holds(r.n)]
+    drops = [row for r in records if r.kind == "drop" for row in r.rows]
+    assert [(d["group_id"], d["reason"]) for d in drops] == [(group, f"--drop {rollout}")]
+    planned = {row["group_id"]: r for r in records if r.kind == "plan" for row in r.rows}
+    assert group not in planned and again.step == 4
+    later = simulate(path, conf, 1).run  # the word is remembered
+    assert later.step == 5
+
+
+def test_a_poisonous_rollout_that_no_plan_holds_is_dropped_too(tmp_path: Path) -> None:
+    conf, path = config("run.steps=8"), tmp_path / "log"
+    first = simulate(path, conf, 2).run
+    open_now = first.fold.open_groups("train")[0].group_id
+    start = Start(drop=(f"{open_now}/0",))
+    assert cut(first.log.records(), start) == (None, None)
+    second = simulate(path, conf, 1, start=start).run
+    reasons = second.log.sql("select reason from drops").fetchall()
+    assert reasons == [(f"--drop {open_now}/0",)]
+    assert second.fold.is_settled(open_now)
+    with pytest.raises(ConfigError, match="has no group train-999"):
+        simulate(path, conf, 1, start=Start(drop=("train-999/0",)))

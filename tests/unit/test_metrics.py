@@ -1,0 +1,144 @@
+"""What `steps.metrics` says, and what a run says when nothing finishes or nothing fits."""
+
+import json
+from collections import namedtuple
+from pathlib import Path
+from typing import Any
+
+import factories as make
+import numpy as np
+import psutil
+import pytest
+import torch
+from rich.console import Console
+from safetensors.torch import save_file
+from simulation import config
+
+from molt import startup
+from molt.metrics import Meter, StepClock, at_path, plan_metrics, rollout_metrics
+from molt.schemas.errors import ConfigError, MoltError
+from molt.screen import Screen
+from molt.sinks import Sinks, flat
+from molt.store import Log, Writer
+from molt.store.fold import COLUMNS, STREAMS, Attempt, Fold
+
+
+def attempt(n: int, status: str = "ok", regenerated: int = 0) -> Attempt:
+    found = Attempt(rollout_id="train-0/0", attempt=0)
+    counts = {"sampled": n, "context": 0, "regenerated": regenerated}
+    found.outcome = make.rollout(status=status, counts=counts)
+    found.segments = {0: type("S", (), {"n_sampled": n})()}
+    return found
+
+
+def test_lost_long_rollouts_show_in_the_deciles() -> None:
+    short = [attempt(n) for n in range(10, 20)]
+    long = [attempt(n, "truncated", regenerated=5) for n in range(100, 110)]
+    fair = rollout_metrics([*short, *long], [])
+    assert fair["lengths"]["trained"] == fair["lengths"]["issued"]
+    assert fair["truncated"] == 0.5 and fair["regenerated_tokens"] == 50
+    biased = rollout_metrics(short, long)
+    assert biased["lengths"]["trained"][-1] < 20 < 100 <= biased["lengths"]["issued"][-1]
+    assert rollout_metrics([], [])["lengths"]["mean"] is None
+
+
+def test_plan_metrics_count_each_lag_and_what_was_solved() -> None:
+    rows = [
+        make.plan_row(f"train-{g}/{i}", [], reward=float(i), lag_max=g)
+        for g in (0, 1)
+        for i in (0, 1)
+    ]
+    rows.append(make.plan_row("train-2/0", [], reward=None, in_baseline=False, lag_max=None))
+    found = plan_metrics(rows)
+    assert found["lags"] == {"0": 2, "1": 2} and found["pass_at_1"] == 0.5
+    assert found["rollouts_excluded"] == 1
+
+
+def test_the_meter_begins_anew_after_every_step() -> None:
+    meter = Meter()
+    meter.drop("no reward: agent: boom", [attempt(7)])
+    meter.drop("no reward: deadline", [])
+    meter.drop("lag", [])
+    meter.commit_s += [0.25, 0.75]
+    first, second = meter.take(), meter.take()
+    assert first["drops"] == {"no reward": 2, "lag": 1} and second["drops"] == {}
+    assert first["commit_s"] == {"mean": 0.5, "max": 0.75} and meter.dropped == []
+    json.dumps([first, second], allow_nan=False)
+
+
+def test_numbers_are_found_by_path_and_flattened_for_sinks() -> None:
+    metrics = {"reward": 0.5, "lengths": {"mean": 7, "trained": [1, 2]}, "note": "x"}
+    assert at_path(metrics, "lengths.mean") == 7.0 and at_path(metrics, "reward.x") is None
+    assert dict(flat(metrics)) == {"reward": 0.5, "lengths/mean": 7.0}
+    with pytest.raises(ConfigError, match="run.sinks has 'mlflow'; known"):
+        Sinks(config('run.sinks=["mlflow"]'))
+
+
+@pytest.mark.parametrize("name", ["tensorboard", "wandb"])
+def test_sinks_write_offline_or_say_which_package_is_missing(tmp_path: Path, name: str) -> None:
+    conf = config(f'run.sinks=["{name}"]', f"run.dir={tmp_path}")
+    try:
+        __import__(name)
+    except ImportError:
+        with pytest.raises(ConfigError, match=f"pip install {name}"):
+            Sinks(conf)
+        return
+    sinks = Sinks(conf)
+    sinks.write(1, {"reward": 0.5})
+    sinks.close()
+    assert any(path.is_file() for path in (tmp_path / name).rglob("*"))
+
+
+def test_a_stuck_run_says_who_waits_for_whom(log: Log, w: Writer) -> None:
+    w.append("prompts", make.prompt(0, n=2))
+    w.append("segments", make.segment(rollout_id="train-0/1", finish_reason="partial"))
+    make.append_rollout(w, "train-0/0")
+    fold = Fold(log.tail(streams=STREAMS, columns=COLUMNS))
+    fold.update()
+    clock = StepClock()
+    clock.check_stuck(False, 1e6, fold)
+    with pytest.raises(MoltError, match=r"train-0 for 1/2 rollouts \(3 tokens\).*engine-\*.log"):
+        clock.check_stuck(False, 0.0, fold)
+
+
+Usage = namedtuple("Usage", "total used free")
+
+
+@pytest.mark.parametrize(
+    ("free_gib", "disk_gib", "said"),
+    [(99, 99, ""), (1, 99, "memory may run out: about"), (99, 1.5, "disk may run out: 2 kept")],
+)
+def test_short_memory_or_disk_is_said_before_anything_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free_gib: float, disk_gib: float, said: str
+) -> None:
+    """100 M parameters: 1.1 GiB per checkpoint."""
+    weights = torch.zeros(1, dtype=torch.bfloat16)
+    save_file({"w": weights}, tmp_path / "model.safetensors")
+    with open(tmp_path / "more.safetensors", "wb") as file:
+        file.truncate(200_000_000)
+    found = console_of(tmp_path, monkeypatch, free_gib, disk_gib)
+    assert said in found if said else found == ""
+
+
+def test_a_disk_without_room_for_one_checkpoint_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_file({"w": torch.zeros(1, dtype=torch.bfloat16)}, tmp_path / "a.safetensors")
+    with open(tmp_path / "b.safetensors", "wb") as file:
+        file.truncate(200_000_000)
+    with pytest.raises(ConfigError, match=r"1.0 GiB free, one checkpoint needs 1.1"):
+        console_of(tmp_path, monkeypatch, 99, 1.0)
+
+
+def console_of(folder: Path, monkeypatch: pytest.MonkeyPatch, free: float, disk: float) -> str:
+    memory: Any = type("M", (), {"available": free * 2**30})
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: memory)
+    monkeypatch.setattr(startup.shutil, "disk_usage", lambda _: Usage(0, 0, disk * 2**30))
+    console = Console(record=True, width=200)
+    startup.check_room(config(f"run.dir={folder}/run"), str(folder), Screen(console))
+    return console.export_text()
+
+
+def test_deciles_are_nine_numbers() -> None:
+    found = rollout_metrics([attempt(n) for n in range(1, 101)], [])["lengths"]["trained"]
+    assert len(found) == 9 and np.allclose(found, np.quantile(range(1, 101), np.arange(1, 10) / 10))
