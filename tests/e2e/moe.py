@@ -68,6 +68,7 @@ def choices(trainer: Trainer, ids: list[int]) -> np.ndarray:
     targets = np.array([len(ids) - 1])
     (row,) = pack([Wanted(token_ids=np.array(ids), targets=targets, temperature=1.0)], max_tokens=1)
     trainer.model.logprobs(row)
+    trainer.model.reshard()
     assert trainer.routing is not None
     found = [router.recorded_indices for router in trainer.routing.routers]
     return torch.stack(found, 1).numpy().astype(np.uint8)

@@ -90,7 +90,7 @@ def test_a_refit_in_mid_sequence_keeps_the_rows_that_were_sampled_from(pair: Pai
 
     async def scenario() -> list[Completion]:
         tasks = [asyncio.create_task(pair.one(i, p, 150)) for i, p in enumerate(PROBES)]
-        while pair.rig.engine.tokens_in_flight() < 6 * 100:
+        while pair.rig.engine.tokens_in_flight() < 6 * 95 and not any(t.done() for t in tasks):
             await asyncio.sleep(0)
         await pair.rig.engine.pause(1)
         await pair.send()
@@ -106,17 +106,16 @@ def test_a_refit_in_mid_sequence_keeps_the_rows_that_were_sampled_from(pair: Pai
     old = [
         choices(pair.trainer, p + d.token_ids.tolist()) for p, d in zip(PROBES, done, strict=True)
     ]
-    n_swapped = 0
+    n_changed = 0
     for prompt, completion, by_new, by_old in zip(PROBES, done, new, old, strict=True):
         ((start, experts),) = completion.routing
         assert (start, len(experts)) == (0, len(prompt) + len(completion.token_ids) - 1)
         cut = len(prompt) + completion.version_runs[0][2] - 1
         assert same(experts[:cut], by_old[:cut]).all()
         if len(completion.version_runs) == 2:
-            n_swapped += 1
             assert same(experts[cut:], by_new[cut:]).all()
-            assert not same(by_new[cut:], by_old[cut:]).all()
-    assert n_swapped
+            n_changed += int((~same(by_new[cut:], by_old[cut:])).sum())
+    assert n_changed > 20
     pair.publish()
 
 
