@@ -180,6 +180,9 @@ def upkeep_commands(command: Callable[..., argparse.ArgumentParser]) -> None:
         "molt doctor runs/demo --format json",
     )
     c.add_argument("log")
+    c.add_argument(
+        "--repair", action="store_true", help="remove what interrupted, closed writers left behind"
+    )
     add_format(c, ["table", "json"])
 
     c = command(
@@ -203,7 +206,7 @@ def epoch_number(text: str) -> int | str:
 
 
 def add_format(command: argparse.ArgumentParser, choices: list[str]) -> None:
-    command.add_argument("--format", choices=choices, default="table")
+    command.add_argument("--format", choices=choices, default=choices[0])
 
 
 def run_train(args: argparse.Namespace) -> int:
@@ -374,12 +377,21 @@ def run_doctor(args: argparse.Namespace) -> int:
     with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task("verifying", total=None)
         found = doctor(
-            Path(args.log), lambda done, total: progress.update(task, completed=done, total=total)
+            Path(args.log),
+            lambda done, total: progress.update(task, completed=done, total=total),
+            repair=args.repair,
         )
     if args.format == "json":
         print(json.dumps(found))
     else:
         print(f"{found['commits']} commits, {found['rows']} rows, {found['bytes']} bytes")
+        use = {k: [k, *v.values(), sum(v.values())] for k, v in found["disk"].items()}
+        print_rows(["bytes of", "day", "week", "month", "older", "all"], [*use.values()], "table")
+        for title in ("repaired", "leftovers"):
+            for name in found[title]:
+                print(f"{title}: {name}")
+        if found["mount"]["advice"]:
+            print(f"{found['mount']['at']} is {found['mount']['type']}: {found['mount']['advice']}")
         for problem in found["problems"]:
             print(f"DAMAGED {problem['file']}: {problem['why']}")
         print("ok" if found["ok"] else f"{len(found['problems'])} problem(s)")

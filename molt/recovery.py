@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from molt import checkpoints
-from molt.offline import recorded_config
+from molt.config import Config, build
 from molt.planning import Drop
 from molt.replay.redo import redo
 from molt.replay.replay import history
@@ -73,7 +73,8 @@ def cut(records: Sequence[Record], start: Start) -> tuple[int | None, int | None
     if not ends:
         return None, None
     last = min(ends)
-    parent = next(e for e, (a, b) in lineage.spans.items() if a <= last and (b or last) >= last)
+    spans = lineage.spans.items()
+    parent = next(e for e, (a, b) in spans if a <= last and (b is None or last <= b))
     return parent, last
 
 
@@ -96,24 +97,26 @@ def open_fold(log: Log, start: Start, say: Callable[[str], None]) -> Fold:
     before = any(DROPPED in row["reason"] for r in records if r.kind == "drop" for row in r.rows)
     for file, error in damaged:
         name = f"{file.writer}/{file.seq}"
-        victims = _planned(records, file)
+        victims = _needed(log, records, file)
         if not (start.drop or before):
             what = [*victims] or [name]
             raise RecoveryError(
-                f"{error}. It holds rows of {', '.join(victims) or 'no plan'}. Restore the file "
-                f"from a copy, or go on without it: {' '.join(f'--drop {w}' for w in what)}"
+                f"{error}. Redo needs rows of it for {', '.join(victims) or 'no rollout'}. Restore "
+                f"the file from a copy, or go on without: {' '.join(f'--drop {w}' for w in what)}"
             )
         say(f"commit {name} ({file.stream}) is unreadable and passed over")
     fold.tail.on_corrupt = None
     return fold
 
 
-def _planned(records: Sequence[Record], file: CommitFile) -> list[str]:
-    """The rollouts whose plans name rows of a commit."""
+def _needed(log: Log, records: Sequence[Record], file: CommitFile) -> list[str]:
+    """Rollouts for which redo needs rows of a commit: planned after the last checkpoint."""
+    saved = [r.rows[0] for r in records if r.kind == "checkpoint"]
+    whole = [r["step"] for r in saved if (log.path / r["path"] / checkpoints.MARKER).exists()]
     found = {
         row["rollout_id"]: None
         for plan in records
-        if plan.kind == "plan"
+        if plan.kind == "plan" and plan.header["step"] > max(whole, default=0)
         for row in plan.rows
         for ref in (ref for branch in row["branches"] for ref in branch["refs"])
         if (ref["log"], ref["writer"], ref["seq"]) == (0, file.writer, file.seq)
@@ -157,7 +160,7 @@ async def recover(run: "Run") -> None:
     async def execute(number: int) -> Any:
         nonlocal in_force
         plan = read_record(run.log.path, number)
-        recorded = recorded_config(epochs[plan.epoch])
+        recorded: Config = build(Config, json.loads(epochs[plan.epoch]["config"]), "")
         wanted = trainer_settings(recorded, run.cluster.model_folder)
         if wanted != in_force:
             await run.cluster.on_trainers("configure", wanted)

@@ -24,8 +24,10 @@ class Sinks:
                 folder = Path(config.run.dir) / "tensorboard"
                 self._tensorboard = module.SummaryWriter(str(folder))
             elif name == "wandb":
-                self._wandb = _package("wandb", "wandb").init(
+                wandb = _package("wandb", "wandb")
+                self._wandb = wandb.init(
                     mode="offline",
+                    settings=wandb.Settings(silent=True, console="off"),
                     dir=config.run.dir,
                     project="molt",
                     name=config.run.name or Path(config.run.dir).name,

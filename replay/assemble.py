@@ -34,7 +34,8 @@ class TrainSequence:
     logprobs: npt.NDArray[np.float32]
     """[T] the engine's log p of token i; 0.0 where not sampled."""
     lag: npt.NDArray[np.int64]
-    """[T] (step - 1) - version of the token; 0 where not sampled."""
+    """[T] (step - 1) - version of the token; 0 where not sampled, -1 where the weights that sampled
+    it are no ancestors of the trained ones (rollouts of other runs)."""
     advantage: float
     """The rollout's scalar from the plan."""
     temperature: float
@@ -123,6 +124,8 @@ def _sequence(
     for piece in branch.pieces:
         row = segments[piece.segment].row
         lag = token_lags(row, step)
+        if plan_row["lag_max"] is None:
+            lag[row["sampled"] == 1] = -1
         mask = row["train"].astype(bool)
         mask[: piece.owned_from] = False
         if limit is not None:

@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from molt.replay.assemble import PlannedSegment, segments_of, sequences_of
-from molt.replay.audit_control import Facts, log_of, setting
-from molt.replay.sources import Sources
+from molt.replay.audit_control import Facts, setting
+from molt.replay.sources import Sources, log_of
 from molt.schemas.check import chain_digest
 from molt.schemas.columns import Row
 from molt.schemas.errors import MoltError, Retired
@@ -69,14 +69,15 @@ class PlanPass:
             self._sources = {plan.epoch: Sources(self.log, plan.epoch, CACHE_BYTES)}
         source = self._sources[plan.epoch]
         n_tokens: int | None = 0
-        seen: set[str] = set()
-        groups: dict[str, list[Row]] = defaultdict(list)
+        seen: set[tuple[int, str]] = set()
+        groups: dict[tuple[int, str], list[Row]] = defaultdict(list)
         for row in plan.rows:
-            if row["rollout_id"] in seen:
+            index = log_of(row)
+            if (index, row["rollout_id"]) in seen:
                 why = f"the plan of step {plan.header['step']} lists it twice"
                 self.report.violation("I4", why, rollout=row["rollout_id"])
-            seen.add(row["rollout_id"])
-            groups[row["group_id"]].append(row)
+            seen.add((index, row["rollout_id"]))
+            groups[index, row["group_id"]].append(row)
             found = self._rollout(plan, row, source)
             n_tokens = n_tokens + found if found is not None and n_tokens is not None else None
         for rows in groups.values():
@@ -98,6 +99,9 @@ class PlanPass:
         except MoltError as error:
             self._refused(error, who)
             return None
+        if log_of(row):  # of this log the third pass counts them
+            self.report.checked["I1"] += len(segments)
+            self.report.tokens += sum(s.n_tokens for s in segments.values())
         self._identity(row, segments)
         self._versions(plan, row, segments, source)
         if row["decision"] == "baseline_only":
@@ -148,11 +152,12 @@ class PlanPass:
                         found=f"{run['epoch']}.{run['version']}",
                     )
                 at += run["n"]
-        if not segments:
-            return
+        if not segments or (row["lag_max"] is None and log_of(row)):
+            return  # of other runs' versions no lag can be told
         lag = (step - 1) - min(versions) if versions else None
         self.report.differ("I2", f"{who}: its largest lag", row["lag_max"], lag, rollout=who)
-        limit = plan.header["max_lag"]
+        rule = setting(self.facts.config(plan.epoch), "algo.lag")
+        limit = plan.header["max_lag"] * {"keep": math.inf, "wait": 2}.get(rule, 1)
         if row["decision"] == "train" and lag is not None and lag > limit:
             why = f"trained at step {step} above the plan's max_lag"
             self.report.violation("I2", why, rollout=who, expected=limit, found=lag)
@@ -203,7 +208,7 @@ class PlanPass:
     def _routing(self, row: Row, segments: Mapping[int, PlannedSegment], source: Sources) -> None:
         """Planned expert choices are of this attempt and within its chain."""
         refs = {Ref(**ref) for b in row["branches"] for ref in b["refs"]}
-        for found in (r for r in map(source.row, sorted(refs)) if "experts" in r):
+        for found in (source.row(r) for r in sorted(refs) if source.stream(r) == "routing"):
             named = {"rollout": row["rollout_id"], "segment": found["segment"]}
             owner, who = (
                 (row["rollout_id"], row["attempt"]),

@@ -2,19 +2,25 @@
 
 Start = the newest complete checkpoint before the first step asked for, or the model's own weights;
 every plan from there on is executed in order. Neither vLLM nor Ray takes part. The trainer comes as
-a protocol object from `molt`.
+a protocol object from `molt`. Where bits cannot agree, the sketches must.
 """
 
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from molt.replay.redo import Sketch, distance, same_weights, sketch_of
 from molt.schemas.columns import Row
 from molt.schemas.errors import RecoveryError
 from molt.store.control import lineage_of
 from molt.store.log import Log
 
 MARKER = "COMPLETE"
+CLOSE = 1e-3
+"""Where bits cannot agree: relative tolerance of loss and gradient norm."""
+SKETCH_CLOSE = 0.05
+"""... and of the weights, relative to how far the step moved them."""
 
 
 class ReplayTrainer(Protocol):
@@ -55,38 +61,93 @@ def history(log: Log, epoch: int | None = None) -> History:
     return found
 
 
+def restore(
+    log: Log,
+    trainer: ReplayTrainer,
+    found: History,
+    last: int,
+    check: Callable[[int, Any], None] = lambda step, outcome: None,
+) -> int:
+    """Bring the trainer to the state after step `last`: checkpoint, then the plans behind it.
+
+    `check(step, outcome)` sees every step that is executed. Returns the checkpoint's step, 0 for
+    the model's own weights. RecoveryError if a plan that is needed is not in the lineage.
+    """
+    start = 0
+    for step in sorted((s for s in found.checkpoints if s <= last), reverse=True):
+        folder = log.path / found.checkpoints[step]["path"]
+        if (folder / MARKER).exists():
+            start = trainer.load(str(folder))
+            break
+    for step in range(start + 1, last + 1):
+        if step not in found.plans:
+            raise RecoveryError(f"step {step} is not recorded; recorded: {_range(found)}")
+        check(step, trainer.execute_plan(found.plans[step]))
+    return start
+
+
 def replay(
-    log: Log, trainer: ReplayTrainer, found: History, first: int, last: int
+    log: Log,
+    trainer: ReplayTrainer,
+    found: History,
+    first: int,
+    last: int,
+    differs: str | None = None,
+    execute: Callable[[int], Any] | None = None,
 ) -> Iterator[Row]:
     """Execute the steps up to `last`; yields one comparison per step from `first` on.
 
+    `differs` says why bits cannot agree here (None: they must); `execute(plan record's number)`
+    replaces the trainer's own execution of the steps asked for, and must end in the same state.
     Raises RecoveryError if a plan or step record that is needed is not in the lineage.
     """
     for step in range(first, last + 1):
         if step not in found.plans or step not in found.steps:
             raise RecoveryError(f"step {step} is not recorded; recorded: {_range(found)}")
-    done = 0
-    for step in sorted((s for s in found.checkpoints if s < first), reverse=True):
-        folder = log.path / found.checkpoints[step]["path"]
-        if (folder / MARKER).exists():
-            done = trainer.load(str(folder))
-            break
-    for step in range(done + 1, last + 1):
-        outcome = trainer.execute_plan(found.plans[step])
-        if step >= first:
-            yield compare(found.steps[step], outcome)
+    restore(log, trainer, found, first - 1)
+    for step in range(first, last + 1):
+        outcome = (execute or trainer.execute_plan)(found.plans[step])
+        yield compare(found.steps[step], outcome, differs, found.steps.get(step - 1))
 
 
-def compare(recorded: Row, outcome: Any) -> Row:
-    """The JSON of one step: recorded and recomputed state digest, loss and gradient norm."""
-    values = {
+def compare(
+    recorded: Row, outcome: Any, differs: str | None = None, before: Row | None = None
+) -> Row:
+    """The JSON of one step: recorded and recomputed state digest, loss and gradient norm.
+
+    With a reason why digests cannot agree, `ok` asks for the sketches, losses and gradient norms to
+    be close instead; without sketches (of this step and of `before` it) for the last two alone.
+    """
+    values: dict[str, Row] = {
         name: {"recorded": recorded[name], "recomputed": getattr(outcome, name)}
         for name in ("state_digest", "loss", "grad_norm")
     }
     for pair in values.values():
         pair["equal"] = pair["recorded"] == pair["recomputed"]
     ok = all(pair["equal"] for pair in values.values())
-    return {"ok": ok, "step": recorded["step"], **values}
+    row: Row = {"ok": ok, "step": recorded["step"], **values}
+    if differs is None or ok:
+        return row
+    gap = sketch_gap(outcome.sketch, recorded, before)
+    row["ok"] = (gap is None or gap <= SKETCH_CLOSE) and all(
+        math.isclose(row[n]["recorded"], row[n]["recomputed"], rel_tol=CLOSE, abs_tol=CLOSE)
+        for n in ("loss", "grad_norm")
+    )
+    row["reason"] = differs + ("; there are no sketches to compare" if gap is None else "")
+    row["sketch"] = gap if gap is None else {"gap": gap, "limit": SKETCH_CLOSE}
+    return row
+
+
+def sketch_gap(found: Sketch | None, recorded: Row, before: Row | None) -> float | None:
+    """Distance of the weights from the recorded ones, relative to how far the step moved them.
+
+    None without sketches. 0.0 where only the order of summation differs.
+    """
+    own, start = sketch_of(recorded), sketch_of(before) if before else None
+    if found is None or own is None or start is None:
+        return None
+    moved = max(distance(own, start), 1e-30)
+    return 0.0 if same_weights(found, own) else distance(found, own) / moved
 
 
 def _range(found: History) -> str:

@@ -24,11 +24,8 @@ class RowSource(Protocol):
     """Whatever resolves a row address."""
 
     def row(self, ref: Ref) -> dict[str, Any]: ...
-
     def stream(self, ref: Ref) -> str: ...
-
     def routing_place(self, ref: Ref) -> tuple[int, int, int] | None: ...
-
     def experts(self, ref: Ref, first: int, end: int) -> npt.NDArray[np.uint8]: ...
 
 
@@ -40,6 +37,8 @@ class Sources:
         self._listed: dict[int, Row] | None = None
         self._logs: dict[int, Log] = {0: log}
         self._readers: dict[int, RowReader] = {}
+        self.commits: set[tuple[int, str, int]] = set()
+        """Commits that rows were taken from."""
 
     def log(self, index: int) -> Log:
         """The log behind an address; LogCorrupt if it is not listed, or is another run by now."""
@@ -66,9 +65,11 @@ class Sources:
         return self._listed
 
     def row(self, ref: Ref) -> dict[str, Any]:
+        self.commits.add((ref.log, ref.writer, ref.seq))
         return self._reader(ref.log).row(ref)
 
     def stream(self, ref: Ref) -> str:
+        """The stream of a row's commit; nothing of it is read."""
         return self.log(ref.log).stream(ref)
 
     def routing_place(self, ref: Ref) -> tuple[int, int, int] | None:
@@ -87,3 +88,11 @@ class Sources:
     def bytes_read(self) -> int:
         """Decoded bytes of the commits that were read so far."""
         return sum(r.bytes_read for r in self._readers.values())
+
+
+def log_of(plan_row: Row) -> int:
+    """Which log a planned rollout is from."""
+    for branch in plan_row["branches"]:
+        for ref in branch["refs"]:
+            return int(ref["log"])
+    return next((int(ref["log"]) for ref in plan_row["reward_refs"]), 0)

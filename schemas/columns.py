@@ -111,8 +111,14 @@ def _instance(make: Callable[[Any], Any], kinds: Any, value: Any) -> Any:
     return make(value)
 
 
+INTEGERS, NUMBERS, LISTS = (int, np.integer), (int, float, np.number), (np.ndarray, list, Sequence)
+BYTES = (bytes, bytearray, memoryview)
+
+
 def _float(value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float | np.number):
+    if type(value) is float:
+        return value
+    if isinstance(value, bool) or not isinstance(value, NUMBERS):
         raise TypeError(f"got {type(value).__name__}")
     return float(value)
 
@@ -124,7 +130,7 @@ def _time(value: Any) -> datetime.datetime:
 
 
 def _integer(low: int, high: int, value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, int | np.integer):
+    if isinstance(value, bool) or not isinstance(value, INTEGERS):
         raise TypeError(f"got {type(value).__name__}")
     if not low <= value <= high:
         raise OverflowError(f"{value} is out of range")
@@ -132,7 +138,7 @@ def _integer(low: int, high: int, value: Any) -> int:
 
 
 def _bytes(width: int | None, value: Any) -> bytes:
-    if not isinstance(value, bytes | bytearray | memoryview):
+    if not isinstance(value, BYTES):
         raise TypeError(f"got {type(value).__name__}")
     if width is not None and len(value) != width:
         raise ValueError(f"{len(value)} bytes instead of {width}")
@@ -157,7 +163,7 @@ def _list_converter(item: pa.DataType) -> Convert:
 
 
 def _list(make: Convert, value: Any) -> Any:
-    if isinstance(value, str | bytes) or not isinstance(value, Sequence | np.ndarray):
+    if not isinstance(value, LISTS) or isinstance(value, (str, bytes)):
         raise TypeError(f"got {type(value).__name__}")
     if len(value) > ROW_TOKENS_MAX:
         raise ValueError(f"{len(value)} items, more than the limit of {ROW_TOKENS_MAX}")
@@ -165,6 +171,8 @@ def _list(make: Convert, value: Any) -> Any:
 
 
 def _integers(dtype: np.dtype[Any], value: Any) -> np.ndarray:
+    if type(value) is np.ndarray and value.dtype is dtype and value.ndim == 1:
+        return value.copy()
     if len(value) == 0:
         return np.zeros(0, dtype)
     # numpy makes float64 of Python integers on both sides of 2**63, and loses their low bits.

@@ -9,7 +9,6 @@ with `molt.retired` has no rows: it says that the commits it covers are gone on 
 import functools
 import io
 import json
-import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -26,7 +25,7 @@ from molt.schemas.errors import LogCorrupt
 from molt.schemas.streams import UNCOMPRESSED
 from molt.schemas.upgrade import check_version, to_current
 from molt.store.commit import DIGITS, MARK, ZEROS, Commit, checksum_error
-from molt.store.files import names
+from molt.store.files import STORE
 
 FOLDER = "cold"
 NAME = re.compile(r"([0-9]{10})\.parquet")
@@ -215,9 +214,9 @@ _KNOWN: dict[Path, ColdFile] = {}
 def cold_files(log: Path) -> list[ColdFile]:
     """A fresh listing of the cold files, by stream and number. LogCorrupt names a damaged one."""
     found = []
-    for stream in names(log / FOLDER):
+    for stream in STORE.list(log / FOLDER):
         folder = log / FOLDER / stream
-        for name in names(folder):
+        for name in STORE.list(folder):
             if NAME.fullmatch(name):
                 file = _known(folder / name)
                 if file is not None:
@@ -237,30 +236,19 @@ def _known(path: Path) -> ColdFile | None:
 def cold_file(path: Path) -> ColdFile:
     """The footer of a cold file, verified again if the file is not the one that was known."""
     known = _KNOWN.get(path)
-    if known is None or known.state != _state(path):
+    if known is None or known.state != STORE.identity(path):
         known = _KNOWN[path] = load(path)
     return known
 
 
-def _state(path: Path) -> State:
-    stat = os.stat(path)
-    return stat.st_ino, stat.st_size, stat.st_mtime_ns
-
-
 def load(path: Path) -> ColdFile:
     """Read and verify a cold file's footer. LogCorrupt if it is not as it was written."""
-    state = _state(path)
-    with open(path, "rb") as f:
-        size = f.seek(0, os.SEEK_END)
-        f.seek(max(0, size - 8))
-        tail = f.read()
-        start = size - 8 - int.from_bytes(tail[:4], "little")
-        if start < 4 or tail[4:] != b"PAR1":
-            raise _corrupt(path, "no Parquet footer (cut, zeroed or not a cold file)")
-        f.seek(0)
-        magic = f.read(4)
-        f.seek(start)
-        footer = f.read()
+    state = STORE.identity(path)
+    magic, tail = STORE.read(path, 0, 4), STORE.read(path, -8)
+    start = state[1] - 8 - int.from_bytes(tail[:4], "little")
+    if start < 4 or tail[4:] != b"PAR1":
+        raise _corrupt(path, "no Parquet footer (cut, zeroed or not a cold file)")
+    footer = STORE.read(path, start)
     wrong = checksum_error(footer) if magic == b"PAR1" else "it does not begin as Parquet"
     if wrong:
         raise _corrupt(path, wrong)
@@ -379,12 +367,15 @@ def _read_group(file: ColdFile, group: int, columns: tuple[str, ...]) -> pa.Tabl
     """These columns of one row group, all of its bytes verified first."""
     a, b = file.bounds[group : group + 2]
     try:
-        with open(file.path, "rb") as f:
-            f.seek(a)
-            if xxhash.xxh3_64_hexdigest(f.read(b - a)) != file.hashes[group]:
-                raise _corrupt(file.path, f"row group {group}: checksum other than recorded")
-            parquet = pq.ParquetFile(f, metadata=file.meta, page_checksum_verification=True)
-            table = parquet.read_row_group(group, columns=list(columns), use_threads=False)
+        raw = STORE.read(file.path, a, b - a)
+        if xxhash.xxh3_64_hexdigest(raw) != file.hashes[group]:
+            raise _corrupt(file.path, f"row group {group}: checksum other than recorded")
+        # Parquet addresses the whole file; of this stand-in only the group's pages are touched.
+        whole = np.empty(file.state[1], np.uint8)
+        whole[a:b] = np.frombuffer(raw, np.uint8)
+        source = pa.BufferReader(pa.py_buffer(whole))
+        parquet = pq.ParquetFile(source, metadata=file.meta, page_checksum_verification=True)
+        table = parquet.read_row_group(group, columns=list(columns), use_threads=False)
         table = table.select(list(columns)).combine_chunks()
         table.validate(full=True)
     except (pa.ArrowException, OSError, ValueError) as error:

@@ -17,7 +17,7 @@ from molt.schemas.errors import LogCorrupt, Retired
 from molt.schemas.streams import USER_PREFIX, VERSIONS, schema_id
 from molt.store.cold import FOLDER, ColdFile, Place, cold_files, encode_cold
 from molt.store.control import Lineage, Record, lineage_of
-from molt.store.files import NameTaken, make_dirs, publish, remove
+from molt.store.files import STORE, NameTaken
 from molt.store.log import Log
 from molt.store.reader import (
     BUCKET,
@@ -197,8 +197,7 @@ def _move(log: Path, stream: str, batch: Batch, done: _Done) -> None:
             done.kept_hot.append({"stream": stream, "why": str(error)})
             return
         try:
-            make_dirs(path.parent)
-            publish(path, raw)
+            STORE.put(path, raw)
             break
         except NameTaken:
             continue  # another compactor was faster, and may have moved some of these
@@ -264,5 +263,5 @@ def _delete(log: Path, hot: list[CommitFile]) -> int:
         known = {c.seq for c in copies}
         gone = [f for f in own.values() if f.seq in known]
         size += sum(f.path.stat().st_size for f in gone if f.path.exists())
-        remove(f.path for f in gone)
+        STORE.delete(f.path for f in gone)
     return size

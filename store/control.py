@@ -19,11 +19,10 @@ from molt.schemas.errors import ConfigError, Fenced, LogGap, SegmentRejected
 from molt.schemas.records import to_row
 from molt.schemas.streams import schema_id
 from molt.store.commit import Commit, decode, encode
-from molt.store.files import NameTaken, names, publish
+from molt.store.files import STORE, NameTaken
 from molt.store.hints import announce
 from molt.store.reader import (
     CONTROL_DIR,
-    read_bytes,
     writer_epoch,
     writer_files,
     writer_names,
@@ -53,7 +52,7 @@ def to_record(commit: Commit) -> Record:
 
 
 def control_numbers(log: Path) -> list[int]:
-    return [int(m[1]) for name in names(log / CONTROL_DIR) if (m := NAME.fullmatch(name))]
+    return [int(m[1]) for name in STORE.list(log / CONTROL_DIR) if (m := NAME.fullmatch(name))]
 
 
 def read_record(log: Path, n: int) -> Record:
@@ -62,7 +61,7 @@ def read_record(log: Path, n: int) -> Record:
 
 def read_control_commit(log: Path, n: int) -> Commit:
     path = log / CONTROL_DIR / f"{n:010d}.arrow"
-    return decode(read_bytes(path), stream=None, writer=WRITER, seq=n)
+    return decode(STORE.read(path), stream=None, writer=WRITER, seq=n)
 
 
 def read_records(log: Path, start: int = 0) -> list[Record]:
@@ -161,7 +160,7 @@ class ControlLog:
             header=header,
             nonce=self._nonce,
         )
-        publish(self.log / CONTROL_DIR / f"{n:010d}.arrow", raw)
+        STORE.put(self.log / CONTROL_DIR / f"{n:010d}.arrow", raw)
         announce(self.log)
 
 

@@ -6,6 +6,7 @@ is the digest and length of its segment. Damage is reported and never repaired.
 
 import json
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,11 +18,12 @@ from molt.schemas.check import Parent, check_enums, check_routing_shape, check_r
 from molt.schemas.columns import normalise, to_rows
 from molt.schemas.control import CONTROL, HEADERS
 from molt.schemas.errors import LogCorrupt, MoltError, SegmentRejected
+from molt.store.advice import disk_use, mount_of, sweep
 from molt.store.cold import FOLDER, ColdFile, check_address, load
 from molt.store.cold import NAME as COLD_NAME
 from molt.store.commit import Commit
 from molt.store.control import NAME, Lineage, Record, lineage_of, read_control_commit, to_record
-from molt.store.files import names
+from molt.store.files import STORE
 from molt.store.log import Log
 from molt.store.reader import (
     BUCKET,
@@ -72,21 +74,25 @@ class _Report:
         if folder.is_dir():
             hidden = sorted(p for p in folder.iterdir() if p.name.startswith("."))
             self.leftovers += [str(p.relative_to(self.log)) for p in hidden]
-        return names(folder)
+        return STORE.list(folder)
 
     def read(self, size: int) -> None:
         self.bytes += size
         self.progress(self.bytes, max(self.total, self.bytes))
 
 
-def doctor(path: str | Path, progress: Progress | None = None) -> dict[str, Any]:
+def doctor(
+    path: str | Path, progress: Progress | None = None, *, repair: bool = False
+) -> dict[str, Any]:
     """Verify the log at `path`; `progress(done_bytes, total_bytes)` is called after each file.
 
+    `repair` first removes leftovers of closed writers (`advice.sweep`); damage is never repaired.
+
     Returns {"ok", "commits", "rows", "bytes", "problems": [{"file", "why"}], "by_stream",
-    "invisible", "leftovers", "retired", "retired_checkpoints"}. `invisible` counts commits behind
-    their writer's end: rows of a fenced worker, no damage; `retired` those that retention removed;
-    `leftovers` are files of interrupted publishes and compactions. Raises FileNotFoundError if
-    there is no log and SchemaMismatch for a newer format.
+    "invisible", "leftovers", "retired", "retired_checkpoints", "repaired", "disk", "mount"}.
+    `invisible` counts commits behind their writer's end: rows of a fenced worker, no damage;
+    `retired` those that retention removed; `leftovers` are files of interrupted publishes and
+    compactions. Raises FileNotFoundError if there is no log, SchemaMismatch for a newer format.
     """
     log = Path(path).absolute()
     report = _Report(log, progress or (lambda done, total: None), _total_bytes(log))
@@ -94,6 +100,7 @@ def doctor(path: str | Path, progress: Progress | None = None) -> dict[str, Any]
         Log.open(log)
     except LogCorrupt as error:
         report.problem(log / "format.json", error)
+    repaired = sweep(log) if repair else []
     records = _control(report)
     data = _Data(report, lineage_of(records) if records else Lineage(epoch=0))
     data.run()
@@ -108,6 +115,9 @@ def doctor(path: str | Path, progress: Progress | None = None) -> dict[str, Any]
         "by_stream": report.by_stream,
         "invisible": report.invisible,
         "leftovers": report.leftovers,
+        "repaired": repaired,
+        "disk": disk_use(log, time.time()),
+        "mount": mount_of(log),
         "retired": report.retired,
         "retired_checkpoints": report.retired_checkpoints,
     }
@@ -171,7 +181,7 @@ class _Data:
     def run(self) -> None:
         data = self.report.log / "data"
         self._cold_files()
-        epochs = [writer_epoch(w) for w in names(data) if WRITER_NAME.fullmatch(w)]
+        epochs = [writer_epoch(w) for w in STORE.list(data) if WRITER_NAME.fullmatch(w)]
         if max(epochs, default=0) > self.lineage.newest_epoch:
             self.report.problem(
                 self.report.log / CONTROL_DIR,
@@ -315,7 +325,7 @@ def _fits(row: Mapping[str, Any], parent: Parent) -> bool:
 def marker_fits(path: Path, row: Mapping[str, Any]) -> bool:
     """True if a checkpoint's marker is that of its record."""
     try:
-        found = json.loads(path.read_bytes())
+        found = json.loads(STORE.read(path))
     except (OSError, ValueError):
         return False
     names = ("epoch", "step", "state_digest")

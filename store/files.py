@@ -11,6 +11,7 @@ import os
 import secrets
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Protocol
 
 from molt.schemas.errors import MoltError
 
@@ -21,6 +22,30 @@ class NameTaken(MoltError, FileExistsError):
 
 class PublishUnknown(MoltError, OSError):
     """Failure at or after the link: the file may or may not be there; its directory is dead."""
+
+
+class Backend(Protocol):
+    """All that commits need of their storage; keys are paths below the log.
+
+    Nothing assumes rename, append, or that a listing shows what was put a moment ago. On an object
+    store `put` is one conditional PUT.
+    """
+
+    def put(self, key: Path, data: bytes | bytearray) -> None:
+        """Durable put-if-absent. OSError: nothing visible, may be retried. NameTaken: another
+        content has the name. PublishUnknown: the outcome is not known."""
+
+    def list(self, folder: Path, start: str = "") -> list[str]:
+        """Fresh sorted names from `start` on, without dot-files; no folder is an empty one."""
+
+    def read(self, key: Path, start: int = 0, n: int = -1) -> bytes:
+        """`n` bytes (-1: all the rest) from `start` on; a negative start counts from the end."""
+
+    def identity(self, key: Path) -> tuple[int, int, int]:
+        """(id, size in bytes, mtime in ns): equal = the same file, not changed in place."""
+
+    def delete(self, keys: Iterable[Path]) -> None:
+        """What is gone already is no error."""
 
 
 def make_dirs(path: Path, *, mode: int = 0o700) -> None:
@@ -124,10 +149,34 @@ def _link(temp: Path, final: Path, data: bytes | bytearray) -> None:
     raise NameTaken(errno.EEXIST, f"{final} exists with other content")
 
 
-def names(folder: Path) -> list[str]:
-    """A fresh listing without dot-files, sorted; a folder that is not there is empty."""
+def names(folder: Path, start: str = "") -> list[str]:
+    """A fresh listing from `start` on without dot-files, sorted; a missing folder is empty."""
     try:
         with os.scandir(folder) as entries:
-            return sorted(e.name for e in entries if not e.name.startswith("."))
+            return sorted(e.name for e in entries if not e.name.startswith(".") and e.name >= start)
     except FileNotFoundError:
         return []
+
+
+class Posix:
+    """Any file system with link() and fsync(); see this module's docstring."""
+
+    delete = staticmethod(remove)
+    list = staticmethod(names)
+
+    def put(self, key: Path, data: bytes | bytearray) -> None:
+        make_dirs(key.parent)
+        publish(key, data)
+
+    def read(self, key: Path, start: int = 0, n: int = -1) -> bytes:
+        with open(key, "rb") as f:
+            size = f.seek(0, os.SEEK_END)
+            f.seek(max(0, size + start) if start < 0 else start)
+            return f.read(n)
+
+    def identity(self, key: Path) -> tuple[int, int, int]:
+        stat = os.stat(key)
+        return stat.st_ino, stat.st_size, stat.st_mtime_ns
+
+
+STORE: Backend = Posix()

@@ -16,7 +16,11 @@ from molt.schemas.records import Ref, Version
 from molt.store.branches import Branch, branches, tips
 from molt.store.commit import Commit
 from molt.store.control import Record
+from molt.store.files import STORE
 from molt.store.tail import Tail
+
+MARKER = "COMPLETE"
+"""The last file of a checkpoint."""
 
 COLUMNS = {
     "prompts": ["ordinal", "group_id", "purpose", "dataset", "n", "attempt", "reason", "rollouts"],
@@ -66,6 +70,8 @@ class Attempt:
     outcome: Row | None = None
     rewards: dict[tuple[Any, ...], tuple[int, float | None, Ref]] = field(default_factory=dict)
     """(segment, token, name) -> (revision, value, address); the highest revision wins."""
+    said: dict[tuple[Any, ...], float | None] = field(default_factory=dict)
+    """(segment, token, name, revision) -> value; another value is a conflict."""
     routing: list[Ref] = field(default_factory=list)
     conflict: bool = False
 
@@ -151,12 +157,8 @@ class Fold:
         self.settled: dict[str, Ordinals] = {}
         self.next_ordinal: dict[str, int] = {}
         self.policies: set[Version] = set()
-        self.plans: dict[int, int] = {}
-        """step -> number of its plan record, in this lineage."""
-        self.digests: dict[int, str] = {}
-        """step -> recorded state_digest, in this lineage."""
         self.checkpoints: list[Row] = []
-        """Checkpoint records of this lineage, oldest first."""
+        """Records of this lineage's complete checkpoints that are still there, oldest first."""
         self.first_probe: Row | None = None
         self.last_step = 0
         self.last_planned = 0
@@ -209,12 +211,14 @@ class Fold:
             self.policies.add(Version(epoch=row["epoch"], version=row["version"]))
             self.first_probe = self.first_probe or row["probe"]
         elif record.kind == "step":
-            self.digests[row["step"]] = row["state_digest"]
             self.last_step = max(self.last_step, row["step"])
         elif record.kind == "checkpoint":
-            self.checkpoints.append(row)
+            known = [*self.checkpoints, row]
+            listing = (STORE.list(self.tail.log / r["path"]) for r in known)
+            self.checkpoints = [
+                r for r, names in zip(known, listing, strict=True) if MARKER in names
+            ]
         elif record.kind == "plan":
-            self.plans[record.header["step"]] = record.n
             self.last_planned = max(self.last_planned, record.header["step"])
             self._settle({r["group_id"] for r in record.rows})
         elif record.kind == "drop":
@@ -280,6 +284,8 @@ class Fold:
             attempt.routing.append(ref)
         elif stream == "rewards":
             key = (row["segment"], row["token"], row["name"])
+            first = attempt.said.setdefault((*key, row["revision"]), row["value"])
+            attempt.conflict |= first != row["value"]
             found = attempt.rewards.get(key)
             if found is None or row["revision"] > found[0]:
                 attempt.rewards[key] = (row["revision"], row["value"], ref)

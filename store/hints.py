@@ -12,7 +12,7 @@ import socket
 from collections.abc import Iterator
 from pathlib import Path
 
-from molt.store.files import make_dirs, names
+from molt.store.files import STORE, make_dirs
 
 FOLDER = "sockets"
 HOST = socket.gethostname().split(".")[0].replace("-", "_") or "host"
@@ -54,7 +54,7 @@ class Listener:
 
 def announce(log: Path) -> None:
     """Wake the tails of this host. Never blocks, never fails; ears of dead readers are removed."""
-    ears = [n for n in names(log / FOLDER) if n.startswith(f"{HOST}-tail-")]
+    ears = [n for n in STORE.list(log / FOLDER) if n.startswith(f"{HOST}-tail-")]
     if not ears:
         return
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK) as out:

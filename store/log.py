@@ -19,7 +19,7 @@ from molt.schemas.records import Ref
 from molt.schemas.text import canonical_json
 from molt.store.appender import RemoteWriter
 from molt.store.control import ControlLog, Record, read_records
-from molt.store.files import NameTaken, make_dirs, publish
+from molt.store.files import STORE, NameTaken, make_dirs
 from molt.store.reader import CONTROL_DIR, RowReader, find_commit
 from molt.store.tail import Tail
 from molt.store.writer import Writer
@@ -59,7 +59,7 @@ class Log:
         )
         # NameTaken: another process made it in the same moment, and its content counts.
         with contextlib.suppress(NameTaken):
-            publish(path / "format.json", text.encode())
+            STORE.put(path / "format.json", text.encode())
         return cls.open(path)
 
     @classmethod
@@ -67,7 +67,7 @@ class Log:
         """The log at `path`; FileNotFoundError if there is none, SchemaMismatch if it is newer."""
         path = Path(path).absolute()
         try:
-            meta = json.loads((path / "format.json").read_bytes())
+            meta = json.loads(STORE.read(path / "format.json"))
             found, run_id = str(meta["format"]), str(meta["run_id"])
         except FileNotFoundError:
             raise FileNotFoundError(

@@ -6,7 +6,6 @@ unverified is parsed. Commits without that text (older ones, cold ones) are read
 """
 
 import json
-import os
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +14,7 @@ import pyarrow as pa
 import xxhash
 
 from molt.schemas.errors import LogCorrupt
+from molt.store.files import STORE
 
 KEY = "molt.ranges"
 MARK = b"molt.at="
@@ -53,18 +53,14 @@ def read_range(
     None if the commit has no index. Raises LogCorrupt for damage, LookupError for positions that
     the row does not hold, FileNotFoundError if the commit has left its file.
     """
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        found, n_read = _entry(fd, where, row)
-        if found is None:
-            return None
-        start, n, experts, hashes, width, _ = found
-        check_positions(where, start, n, first, end)
-        skip, n = first - start, end - first
-        data = os.pread(fd, n * width, experts + skip * width)
-        recorded = os.pread(fd, n * 8, hashes + skip * 8)
-    finally:
-        os.close(fd)
+    found, n_read = _entry(path, where, row)
+    if found is None:
+        return None
+    start, n, experts, hashes, width, _ = found
+    check_positions(where, start, n, first, end)
+    skip, n = first - start, end - first
+    data = STORE.read(path, experts + skip * width, n * width)
+    recorded = STORE.read(path, hashes + skip * 8, n * 8)
     for i in range(n):
         own = xxhash.xxh3_64_intdigest(data[i * width : (i + 1) * width])
         if own.to_bytes(8, "little") != recorded[i * 8 : (i + 1) * 8]:
@@ -76,17 +72,13 @@ def read_range(
 
 def read_place(path: Path, where: str, row: int) -> tuple[int, int, int] | None:
     """(segment, start, n) of a row, of which nothing else is read; None and errors as above."""
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        found, _ = _entry(fd, where, row)
-    finally:
-        os.close(fd)
+    found, _ = _entry(path, where, row)
     return None if found is None else (found[5], found[0], found[1])
 
 
-def _entry(fd: int, where: str, row: int) -> tuple[list[int] | None, int]:
+def _entry(path: Path, where: str, row: int) -> tuple[list[int] | None, int]:
     """A row of the index, verified, and the bytes read for it."""
-    text, n_read = _index(fd)
+    text, n_read = _index(path)
     if text is None:
         return None, n_read
     if xxhash.xxh3_64_hexdigest(text[DIGITS:]).encode() != text[:DIGITS]:
@@ -100,11 +92,11 @@ def _entry(fd: int, where: str, row: int) -> tuple[list[int] | None, int]:
     return entry, n_read
 
 
-def _index(fd: int) -> tuple[bytes | None, int]:
+def _index(path: Path) -> tuple[bytes | None, int]:
     """(the text behind the mark, bytes read)."""
-    size, n_read = os.fstat(fd).st_size, 0
+    n_read = 0
     for length in TAILS:
-        tail = os.pread(fd, length, max(0, size - length))
+        tail = STORE.read(path, -length)
         n_read += len(tail)
         at = tail.rfind(MARK)
         if at >= 0:

@@ -21,7 +21,7 @@ from molt.schemas.errors import LogCorrupt, LogGap, Retired
 from molt.schemas.records import Ref
 from molt.store.cold import ColdFile, cold_file, cold_files, read_cold, schema_of
 from molt.store.commit import Commit, decode
-from molt.store.files import names
+from molt.store.files import STORE
 from molt.store.ranges import check_positions, read_place, read_range
 
 BUCKET = 1024
@@ -67,7 +67,7 @@ def parse_name(folder: Path, writer: str, name: str) -> CommitFile | None:
 
 def writer_names(log: Path) -> list[str]:
     """Writers' directories; other names in `data/` are no part of the log (doctor lists them)."""
-    return [name for name in names(log / "data") if WRITER_NAME.fullmatch(name)]
+    return [name for name in STORE.list(log / "data") if WRITER_NAME.fullmatch(name)]
 
 
 def writer_epoch(writer: str) -> int:
@@ -77,7 +77,7 @@ def writer_epoch(writer: str) -> int:
 def bucket_files(log: Path, writer: str, bucket: int) -> list[CommitFile]:
     """The commits of one bucket by number; two files with one number are LogCorrupt."""
     folder = log / "data" / writer / f"{bucket:06d}"
-    found = [f for name in names(folder) if (f := parse_name(folder, writer, name))]
+    found = [f for name in STORE.list(folder) if (f := parse_name(folder, writer, name))]
     found.sort(key=lambda f: f.seq)
     for a, b in zip(found, found[1:], strict=False):
         if a.seq == b.seq:
@@ -116,7 +116,7 @@ def hot_files(log: Path, writer: str) -> list[CommitFile]:
     """The commits in a writer's own directory, by number; visible or not."""
     return [
         f
-        for bucket in names(log / "data" / writer)
+        for bucket in STORE.list(log / "data" / writer)
         if BUCKET_NAME.fullmatch(bucket)
         for f in bucket_files(log, writer, int(bucket))
     ]
@@ -175,11 +175,6 @@ def _follows(f: CommitFile, file: CommitFile) -> bool:
     return f.seq > file.seq and f.stream == file.stream and not f.retired
 
 
-def read_bytes(path: Path) -> bytes:
-    with open(path, "rb") as f:
-        return f.read()
-
-
 def read_commit(file: CommitFile, columns: list[str] | None = None) -> Commit:
     """A verified commit; read once more before damage is believed (late visibility).
 
@@ -192,7 +187,7 @@ def read_commit(file: CommitFile, columns: list[str] | None = None) -> Commit:
             if file.cold:
                 return read_cold(file.path, file.writer, file.seq, columns)
             return decode(
-                read_bytes(file.path),
+                STORE.read(file.path),
                 stream=file.stream,
                 writer=file.writer,
                 seq=file.seq,
@@ -243,7 +238,7 @@ def read_schema(file: CommitFile) -> pa.Schema:
     """The schema of a commit that was verified before, without metadata."""
     if not file.cold:
         try:
-            with pa.ipc.open_file(file.path) as reader:
+            with pa.ipc.open_file(pa.py_buffer(STORE.read(file.path))) as reader:
                 return reader.schema.remove_metadata()
         except FileNotFoundError:
             file = located(file)
@@ -335,18 +330,15 @@ class RowReader:
         Of a hot commit only these positions are read, each verified by its own hash. Raises
         LogCorrupt for damage and LookupError for positions that the row does not hold.
         """
-        file, found = find_commit(self.log, ref.writer, ref.seq), None
         for last in (False, True):
             try:
-                if not file.cold:
-                    where = f"{file.writer}/{file.seq}.{file.stream}"
-                    found = read_range(file.path, where, ref.row, first, end)
+                file = find_commit(self.log, ref.writer, ref.seq)
+                where = f"{file.writer}/{file.seq}.{file.stream}"
+                found = None if file.cold else read_range(file.path, where, ref.row, first, end)
                 break
-            except LogCorrupt:
+            except (LogCorrupt, FileNotFoundError):  # seen too early, or just moved by compaction
                 if last:
                     raise
-            except FileNotFoundError:
-                file = located(file)
         if found is not None:
             self.bytes_read += found[1]
             return found[0]

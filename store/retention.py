@@ -6,18 +6,16 @@ file without rows) is published first, then the bytes go, so a later reader is t
 """
 
 import datetime
-import json
-import re
-from collections.abc import Iterator, Mapping
+import threading
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from molt.schemas.errors import ConfigError, LogCorrupt
-from molt.schemas.text import canonical_json
 from molt.store.cold import ColdFile, Place, cold_files, encode_cold
 from molt.store.compact import (
     TOKEN_STREAMS,
+    compact,
     groups_of,
     is_train,
     next_path,
@@ -26,14 +24,13 @@ from molt.store.compact import (
 )
 from molt.store.control import Record, lineage_of
 from molt.store.doctor import marker_fits
-from molt.store.files import NameTaken, make_dirs, names, publish, remove, replace
+from molt.store.files import STORE, NameTaken
+from molt.store.fold import MARKER
 from molt.store.log import Log
-from molt.store.reader import CommitFile, hot_files, writer_names
+from molt.store.reader import CommitFile, hot_files, read_commit, writer_names
+from molt.store.readers import readers
 
 KeepRouting = Literal["checkpoint", "all", "none"]
-MARKER = "COMPLETE"
-READERS = "readers"
-READER_NAME = re.compile(r"[A-Za-z0-9_.-]+")
 
 
 @dataclass(slots=True)
@@ -44,6 +41,8 @@ class Retirement:
     """writer -> the first commit that must stay."""
     commits: dict[str, list[Place]] = field(default_factory=dict)
     """stream -> addresses that go."""
+    blobs: list[Path] = field(default_factory=list)
+    """Media that only rows which go have named."""
     files: list[Path] = field(default_factory=list)
     bytes: int = 0
 
@@ -51,52 +50,10 @@ class Retirement:
         return {
             "floors": self.floors,
             "commits": {stream: len(places) for stream, places in self.commits.items()},
+            "blobs": len(self.blobs),
             "files": len(self.files),
             "bytes": self.bytes,
         }
-
-
-def register_reader(
-    log: Log, name: str, next_seq: Mapping[str, int], *, ttl_s: float, now: datetime.datetime
-) -> None:
-    """Hold retention at `next_seq[writer]` (0 for writers not named) for `ttl_s` from `now`, UTC.
-
-    A long reader renews this while it goes on, and unregisters at its end. Raises ConfigError for
-    a name that cannot be a file's.
-    """
-    if not READER_NAME.fullmatch(name) or name.startswith("."):
-        raise ConfigError(f"a reader's name is made of letters, digits and _.-, not '{name}'")
-    make_dirs(log.path / READERS)
-    expires = now + datetime.timedelta(seconds=ttl_s)
-    text = {"name": name, "next_seq": dict(next_seq), "expires": expires.isoformat()}
-    replace(log.path / READERS / f"{name}.json", canonical_json(text).encode())
-
-
-def unregister_reader(log: Log, name: str) -> None:
-    """Let retention pass; a reader that is not registered is no error."""
-    if (log.path / READERS).is_dir():
-        remove([log.path / READERS / f"{name}.json"])
-
-
-def readers(log: Log, now: datetime.datetime) -> dict[str, dict[str, int]]:
-    """Registered readers that have not expired: name -> {writer: next_seq}.
-
-    One that cannot be read is LogCorrupt: what it needs is unknown, so nothing may go.
-    """
-    found = {}
-    for file in names(log.path / READERS):
-        try:
-            text = json.loads((log.path / READERS / file).read_bytes())
-            expires = datetime.datetime.fromisoformat(text["expires"])
-            next_seq = {str(w): int(seq) for w, seq in text["next_seq"].items()}
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise LogCorrupt(
-                f"{READERS}/{file} cannot be read ({error}), and so what it needs is unknown; "
-                "delete it if its reader is gone"
-            ) from None
-        if expires > now:
-            found[file.removesuffix(".json")] = next_seq
-    return found
 
 
 def plan_retirement(
@@ -114,11 +71,13 @@ def plan_retirement(
     rules = [(streams, settled_at_checkpoints(log, records))]
     if routing == "none":
         rules.append(({"routing"}, settled_groups(records, lineage)))
-    cursors = list(readers(log, now).values())
+    segments: set[CommitFile] = set()
+    cursors = list(readers(log.path, now).values())
     found = Retirement()
     gone: set[CommitFile] = set()
     for name in writer_names(log.path):
         files = view_writer(log.path, name, lineage).files
+        segments.update(f for f in files if f.stream == "segments" and not f.retired)
         limit = min((c.get(name, 0) for c in cursors), default=len(files))
         for streams, settled in rules:
             own = [f for f in files[:limit] if f.stream in streams and not f.retired]
@@ -126,7 +85,18 @@ def plan_retirement(
             found.floors[name] = min(found.floors.get(name, floor), floor)
             gone.update(loose)
     _fill(found, gone, [f for f in cold_files(log.path) if not f.retired])
+    if STORE.list(log.path / "blobs"):
+        going = {place for places in found.commits.values() for place in places}
+        lost = {f for f in segments if (f.writer, f.seq) in going}
+        named = _media(lost) - _media(segments - lost)
+        found.blobs = [log.path / "blobs" / sha256 for sha256 in sorted(named)]
     return found
+
+
+def _media(files: Iterable[CommitFile]) -> set[str]:
+    """Digests of the blobs that rows of these commits name."""
+    tables = (read_commit(f, ["media"]).table for f in files)
+    return {m["sha256"] for t in tables for media in t.column("media").to_pylist() for m in media}
 
 
 def settled_at_checkpoints(log: Log, records: list[Record]) -> set[str]:
@@ -174,16 +144,17 @@ def retire(
 ) -> dict[str, Any]:
     """Retire what `plan_retirement` finds; with `dry_run` only say what that is.
 
-    Returns {"floors": {writer: seq}, "commits": {stream: n}, "files", "bytes", "dry_run"}. A death
-    at any point leaves files behind their tombstone; the next call deletes them.
+    Returns {"floors": {writer: seq}, "commits": {stream: n}, "blobs", "files", "bytes", "dry_run"}.
+    A death at any point leaves files behind their tombstone; the next call deletes them. It may
+    also leave blobs that nothing names.
     """
     if not dry_run:
-        remove(_left_behind(log.path))
+        STORE.delete(_left_behind(log.path))
     found = plan_retirement(log, now=now, routing=routing)
     if not dry_run:
         for stream, places in found.commits.items():
             _bury(log.path, stream, places)
-        remove(found.files)
+        STORE.delete([*found.files, *found.blobs])
     return {**found.to_json(), "dry_run": dry_run}
 
 
@@ -191,8 +162,7 @@ def _bury(log: Path, stream: str, places: list[Place]) -> None:
     while True:
         path = next_path(log, stream, cold_files(log))
         try:
-            make_dirs(path.parent)
-            publish(path, encode_cold(stream, "", sorted(places), None))
+            STORE.put(path, encode_cold(stream, "", sorted(places), None))
             return
         except NameTaken:
             continue
@@ -209,3 +179,42 @@ def _left_behind(log: Path) -> Iterator[Path]:
         for hot in hot_files(log, writer):
             if (hot.stream, (writer, hot.seq)) in buried:
                 yield hot.path
+
+
+class Upkeep:
+    """Compaction, and with `routing` retention, that run by themselves beside a training loop.
+
+    `poke` costs nothing while a run goes on; call it after each checkpoint. An error of the last
+    run (damage that compaction met) is raised by the next `poke` or by `close`. Example::
+
+        upkeep = Upkeep(log)
+        ...
+        upkeep.poke(datetime.now(UTC))       # after a checkpoint
+    """
+
+    def __init__(self, log: Log, *, routing: KeepRouting | None = None) -> None:
+        self.log, self.routing = log, routing
+        self._thread: threading.Thread | None = None
+        self._error: Exception | None = None
+
+    def poke(self, now: datetime.datetime) -> None:
+        if self._thread is None or not self._thread.is_alive():
+            self.close()
+            self._thread = threading.Thread(target=self._run, args=(now,), name="molt-upkeep")
+            self._thread.start()
+
+    def close(self) -> None:
+        """Wait for the run in progress; raises what it met."""
+        if self._thread is not None:
+            self._thread.join()
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def _run(self, now: datetime.datetime) -> None:
+        try:
+            compact(self.log)
+            if self.routing is not None:
+                retire(self.log, now=now, routing=self.routing, dry_run=False)
+        except Exception as error:
+            self._error = error

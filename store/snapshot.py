@@ -8,7 +8,6 @@ equal row by another writer, or of a rollout whose writers contradict each other
 """
 
 import contextlib
-import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +20,7 @@ import pyarrow as pa
 from molt.schemas.columns import to_rows
 from molt.schemas.errors import LogGap, Retired
 from molt.store.control import lineage_of, read_records
+from molt.store.files import STORE
 from molt.store.log import Log
 from molt.store.reader import (
     END,
@@ -77,13 +77,12 @@ def entries_of(file: CommitFile) -> list[Entry]:
     key = (file.log, file.writer, file.seq)
     known = _ENTRIES.get(key)
     try:
-        stat = os.stat(file.path)
+        state = STORE.identity(file.path)
     except FileNotFoundError:
         if known is not None:
             return known[1]
         file = located(file)
-        stat = os.stat(file.path)
-    state = (stat.st_ino, stat.st_size, stat.st_mtime_ns)
+        state = STORE.identity(file.path)
     if known is None or known[0] != state:
         table = read_commit(file).table
         names = [c for c in _INDEXED.get(file.stream, _WHO) if c in table.column_names]
@@ -118,6 +117,9 @@ def _entry(file: CommitFile, row: Mapping[str, Any]) -> Entry:
         return Entry(who, (who, row["segment"]), row["digest"], _link(row))
     if file.stream == "rollouts":
         return Entry(who, (who, row["status"] == "pending"), (row["status"], row["chain_digest"]))
+    if file.stream == "rewards":
+        *key, value = row.values()
+        return Entry(who, tuple(key), value)
     if file.stream == "prompts":
         return Entry(None, (writer_epoch(file.writer), *map(repr, row.values())))
     if file.stream == "routing":
@@ -239,7 +241,7 @@ class Snapshot:
                     out = not entry.link.versions <= self.policies
                     lost[epoch] = lost.get(epoch, False) or out
         first: dict[Any, Any] = {}
-        for stream in ("segments", "rollouts"):
+        for stream in ("segments", "rollouts", "rewards"):
             for file, entries in self.entries(stream):
                 epoch = writer_epoch(file.writer)
                 for entry in entries:

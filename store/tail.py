@@ -6,6 +6,7 @@ and what is not there among the cold files (hot before cold: compaction moves in
 A missing number with later ones behind it is a gap: wait, then LogGap after `gap_s_max`.
 """
 
+import datetime
 import errno
 import time
 from collections.abc import Callable, Collection, Mapping
@@ -27,7 +28,10 @@ from molt.store.reader import (
     read_commit,
     writer_names,
 )
+from molt.store.readers import register_reader, unregister_reader
 
+COLD_PAUSE = 5
+"""With nothing hot, cold files are listed again after this many times what a listing took."""
 TRANSIENT = {errno.ENOENT, errno.ESTALE}
 
 
@@ -43,7 +47,9 @@ class Tail:
 
     `streams` limits what is read and delivered (None = all); `columns` decodes only those columns
     of a stream. A retired commit of these streams raises Retired, unless `skip_retired`; a damaged
-    one LogCorrupt, unless `on_corrupt` takes the error: the commit is then passed over.
+    one LogCorrupt, unless `on_corrupt` takes the error: the commit is then passed over. With
+    `register`, a name, retention keeps what this tail has not asked to go beyond: each poll says
+    that the commits of the one before are done with; it expires `register_s` after the last poll.
     Example: `for commit in log.tail(streams={"rollouts"}).poll()[1]: ...`.
     """
 
@@ -56,9 +62,13 @@ class Tail:
         skip_retired: bool = False,
         on_corrupt: Callable[[CommitFile, LogCorrupt], None] | None = None,
         gap_s_max: float = 60.0,
+        register: str | None = None,
+        register_s: float = 3600.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.log = log
+        self.register, self.register_s = register, register_s
+        self._renew_at = 0.0
         self.streams = None if streams is None else frozenset(streams)
         self.columns = dict(columns or {})
         self.skip_retired = skip_retired
@@ -69,6 +79,7 @@ class Tail:
         self._epochs: list[Record] = []
         self._cursors: dict[str, _Cursor] = {}
         self._cold: list[ColdFile] | None = None
+        self._cold_after = 0.0
         self._ear: Listener | None = None
 
     def wait(self, timeout_s: float) -> bool:
@@ -87,13 +98,20 @@ class Tail:
         return self._ear.wait(timeout_s)
 
     def close(self) -> None:
-        """Stop listening; only a tail that has waited needs it."""
+        """Stop listening and let retention pass; needed by tails that waited or registered."""
+        if self.register is not None:
+            unregister_reader(self.log, self.register)
         if self._ear is not None:
             self._ear.close()
             self._ear = None
 
     def poll(self) -> tuple[list[Record], list[Commit]]:
         """What became visible since the last poll: control records, then data commits."""
+        if self.register is not None and self.clock() >= self._renew_at:
+            done = {w: c.next_seq for w, c in self._cursors.items()}
+            now = datetime.datetime.now(datetime.UTC)
+            register_reader(self.log, self.register, done, ttl_s=self.register_s, now=now)
+            self._renew_at = self.clock() + self.register_s / 10
         records = self._poll_control()
         commits: list[Commit] = []
         self._cold = None
@@ -178,7 +196,12 @@ class Tail:
         if hot and hot[-1].seq - first == len(hot) - 1:
             return hot
         if self._cold is None or hot:
+            started = self.clock()
+            if not hot and started < self._cold_after:
+                return []
             self._cold = cold_files(self.log)
+            # An idle poll must not cost more in an older log: look less often if that is slow.
+            self._cold_after = self.clock() + COLD_PAUSE * (self.clock() - started)
         return merged(hot, cold_commits(self._cold, writer, first, (bucket + 1) * BUCKET))
 
     def _gap(self, writer: str, cursor: _Cursor, seen: int) -> None:

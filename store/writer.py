@@ -7,17 +7,17 @@ the ticket resolves when the row's commit is durable. Group commit: a flush happ
 """
 
 import datetime
+import json
 import os
 import secrets
 import threading
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 
 from molt.schemas.check import ROOT_DIGEST, Parent, check_routing_shape, check_row
@@ -32,8 +32,9 @@ from molt.schemas.streams import (
     VERSIONS,
     schema_id,
 )
+from molt.schemas.text import canonical_json
 from molt.store.commit import encode
-from molt.store.files import NameTaken, PublishUnknown, make_dirs, publish
+from molt.store.files import STORE, NameTaken, PublishUnknown, make_dirs
 from molt.store.hints import HOST, announce
 from molt.store.reader import END, commit_path
 
@@ -65,6 +66,9 @@ class Writer:
         w = log.writer()
         ticket = w.append("rewards", RewardRow(rollout_id="train-0/0", ...))
         w.flush()          # everything appended so far is durable
+
+    `redact` is a function of yours over a segment's wire messages (decoded JSON); what it returns
+    is stored in their place. Token ids are not touched: the trainer needs what was sampled.
     """
 
     def __init__(
@@ -77,6 +81,7 @@ class Writer:
         flush_rows: int = 256,
         user_schemas: Mapping[str, pa.Schema] | None = None,
         routing: Mapping[str, str] | None = None,
+        redact: Callable[[Any], Any] | None = None,
     ) -> None:
         self.log, self.epoch = log, epoch
         self.linger_s, self.flush_bytes, self.flush_rows = linger_s, flush_bytes, flush_rows
@@ -86,6 +91,7 @@ class Writer:
                 raise SegmentRejected(f"a stream of your own is called x_[a-z0-9_]+, not '{name}'")
             self._schemas[name] = schema.append(AT) if "at" not in schema.names else schema
         self._routing = dict(routing or {})
+        self._redact = redact
         self._pid = os.getpid()
         self._lock = threading.Condition()
         self._publish_lock = threading.Lock()
@@ -121,6 +127,8 @@ class Writer:
         schema = self.schema(stream)
         mapping.setdefault("at", datetime.datetime.now(datetime.UTC).replace(tzinfo=None))
         self._check_usable()
+        if self._redact is not None and stream == "segments":
+            mapping["messages"] = self._redacted(mapping)
         checked = check_row(stream, schema, mapping, self._parent_of(stream, mapping))
         if stream == "routing":
             check_routing_shape(checked, self._routing, self._chain_length(checked))
@@ -168,6 +176,15 @@ class Writer:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def _redacted(self, row: Mapping[str, Any]) -> str:
+        assert self._redact is not None
+        try:
+            return canonical_json(self._redact(json.loads(row["messages"])))
+        except Exception as error:  # whatever a user's function raises, the text must not pass
+            raise SegmentRejected(
+                f"{row_name('segments', row)}: redact failed, so nothing was stored: {error!r}"
+            ) from error
 
     # -- keys and parents ----------------------------------------------------------------------
 
@@ -297,8 +314,7 @@ class Writer:
                 extra=self._routing if stream == "routing" else None,
             )
             try:
-                make_dirs(path.parent)
-                publish(path, raw)
+                STORE.put(path, raw)
             except (PublishUnknown, NameTaken):
                 # The outcome is unknown: this directory is dead, unacknowledged rows move on.
                 self._open_directory()
@@ -326,10 +342,10 @@ def _key(stream: str, row: Row) -> tuple[tuple[Any, ...] | None, bytes]:
 
 
 def _size(row: Row) -> int:
-    total = 16 * len(row)
-    for value in row.values():
-        if isinstance(value, np.ndarray):
-            total += value.nbytes
-        elif isinstance(value, str | bytes):
-            total += len(value)
-    return total
+    """About the raw bytes of a row: its long columns."""
+    long = ("token_ids", "logprobs", "values", "experts", "messages", "prompt", "metrics")
+    return (
+        512
+        + sum(4 * len(row[n]) for n in long[:3] if n in row)
+        + sum(len(row[n]) for n in long[3:] if n in row)
+    )

@@ -1,6 +1,7 @@
 """A rollout that answers from a list: for tests of the wires, where what is sampled is given."""
 
 import asyncio
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -73,11 +74,11 @@ class ScriptedSession:
         self.gate.set()
 
     async def chat(
-        self, request: ChatRequest, *, on_piece: Any = None, on_id: Any = None
+        self, request: ChatRequest, *, on_piece: Any = None, on_call: Any = None
     ) -> ChatReply:
         self.requests.append(request)
-        if on_id:
-            on_id("chatcmpl-7")
+        if on_call:
+            on_call(SimpleNamespace(reply_id="chatcmpl-7", n_prompt=11))
         self.call = asyncio.create_task(self._answer(on_piece))
         self.waiting += 1
         try:

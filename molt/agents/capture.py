@@ -23,7 +23,16 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from molt.agents.render import Renderer
-from molt.agents.turns import Found, Int32s, Prompt, Turn, find_turn, in_call_order, same
+from molt.agents.turns import (
+    Found,
+    Int32s,
+    Prompt,
+    Turn,
+    find_turn,
+    in_call_order,
+    same,
+    well_formed,
+)
 from molt.agents.types import ChatRequest, Messages, ParsedReply
 from molt.schemas.errors import SegmentRejected, TemplateError
 
@@ -84,6 +93,12 @@ class Capture:
 
     def place(self, request: ChatRequest) -> Placement:
         """Where `request` continues; TemplateError if its messages cannot be rendered."""
+        wrong = [i for i, m in enumerate(request.messages) if not well_formed(m)]
+        if wrong or not request.messages:
+            raise TemplateError(
+                f"messages {wrong} of {len(request.messages)}: each needs a role, its tool calls a "
+                "function each, and a request at least one message"
+            )
         messages = in_call_order(request.messages)
         found = find_turn(self._roots, messages)
         after, rewritten = found.turn, None
@@ -94,10 +109,14 @@ class Capture:
             rewritten = rewritten or fits.why or _changed(after, request)
             after = fits.after
         chain = [] if after is None else np.concatenate([t.ids for t in after.path()]).tolist()
-        ids = self._encode_new(after, fits.text)
-        keep, parent, extends = self._keep(after, messages, np.array(ids, np.int32))
+        ids = self._encode_new(after, fits.text) if after else self._encode_root(fits.text, found)
+        new = np.array(ids, np.int32)
+        keep, parent, extends = self._keep(after, messages, new)
         n_known = after.n_messages if after else 0
         prompt_ids = chain + ids
+        tools = tuple(request.tools)
+        if after and after.prompt.tools == tools:
+            tools = after.prompt.tools  # every request brings a copy; keep one
         return Placement(
             parent=parent,
             keep=keep,
@@ -108,9 +127,11 @@ class Capture:
             prompt=Prompt(
                 after=after,
                 messages=messages[n_known:],
-                request=request,
+                n_messages=len(messages),
+                tools=tools,
+                template=request.template,
                 text=fits.text,
-                ids=np.array(ids, np.int32),
+                ids=new,
                 n_checked=fits.n_checked,
             ),
         )
@@ -186,7 +207,12 @@ class Capture:
             text = self._render_ends(path, new, request)
             if text is not None and self._shows_reply(after, text):
                 return _Fit(after, text, None, after.prompt.n_checked)
-        text = self._render_all(path, new, found, request)
+        try:
+            text = self._render_all(path, new, found, request)
+        except TemplateError:
+            if after is None:
+                raise
+            return _Fit(None, "", None, 0)  # it may still take the messages as they are
         start = 0
         for i, turn in enumerate(path):
             if not text.startswith(turn.prompt.text, start):
@@ -213,8 +239,8 @@ class Capture:
             and not found.thoughts
             and not found.strange
             and all(m["role"] == "tool" and isinstance(m.get("content"), str) for m in new)
-            and tuple(last.prompt.request.tools) == tuple(request.tools)
-            and last.prompt.request.template == request.template
+            and last.prompt.tools == tuple(request.tools)
+            and last.prompt.template == request.template
         )
 
     def _render_ends(self, path: list[Turn], new: Messages, request: ChatRequest) -> str | None:
@@ -267,24 +293,36 @@ class Capture:
         """True if the template shows this part of a reply that is the last message."""
         last = [{"role": "user", "content": "-"}, turn.shown[self._with_calls][0]]
         try:
-            return mark in self.renderer.render(
-                last, (), turn.prompt.request.template, generate=False
-            )
+            return mark in self.renderer.render(last, (), turn.prompt.template, generate=False)
         except TemplateError:
             return True
 
-    def _encode_new(self, after: Turn | None, text: str) -> list[int]:
+    def _encode_root(self, text: str, found: Found) -> list[int]:
+        """Ids of a whole conversation; what it has in common with the one found is not encoded.
+
+        Exact, because no merge of a tokenizer goes across a control token.
+        """
+        if found.turn is None:
+            return self.renderer.encode(text)
+        known = found.turn.path()[0].prompt
+        counted = zip(*(x.tolist() for x in np.unique(known.ids, return_counts=True)), strict=True)
+        n, control = max(((n, i) for i, n in counted if self.renderer.control(i)), default=(0, 0))
+        mark = self.renderer.control(control) or ""
+        cut = text.rfind(mark, 0, _common_text(text, known.text)) if n else -1
+        if cut < 0 or n != known.text.count(mark):
+            return self.renderer.encode(text)
+        keep = int(np.flatnonzero(known.ids == control)[text.count(mark, 0, cut)])
+        return known.ids[:keep].tolist() + self.renderer.encode(text[cut:])
+
+    def _encode_new(self, after: Turn, text: str) -> list[int]:
         """Ids of what follows the reply of `after`, without the end token that it has sampled.
 
         `text` begins with that reply.
         """
-        if after is None:
-            return self.renderer.encode(text)
         message, marks = after.shown[self._with_calls]
         last = after.last_token
-        if (
-            after.open_thought and len(marks) > 1 and marks[0] in text
-        ):  # the template closes it, then an empty reply
+        if after.open_thought and marks[0] in text:
+            # The template closes the thought; then comes its placeholder for what was never said.
             marks, text = marks[:1], text.replace(marks[1], "", 1)
         end = max(text.rfind(mark) + len(mark) for mark in marks if mark in text)
         rest = text[end:]
@@ -320,7 +358,7 @@ class Capture:
         extends = keep == shared.n_chain
         for first, n in (run for t in shared.path() for run in t.media):
             if first < keep < first + n:
-                keep, extends = first, False
+                keep = first
         if keep == 0:
             return 0, None, False
         parent = shared.segment
@@ -340,10 +378,13 @@ class Capture:
         message: dict[str, Any] = {"role": "assistant"}
         if reply.reasoning:
             message["reasoning_content"] = mark()
+        n_thoughts = len(marks)
         # Thoughts that no parser took out stay recognizable for a template that takes them out.
         parts = re.split(r"(</?think>)", reply.content or "")
-        content = "".join(mark() if p.strip() and "think>" not in p else p.strip() for p in parts)
-        plain = {**message, "content": content or mark()}
+        tags = ("<think>", "</think>")
+        content = "".join(p if p in tags else mark() if p.strip() else "" for p in parts)
+        n_said = len(marks)
+        plain = {**message, "content": content if n_said > n_thoughts else content + mark()}
         n_plain = len(marks)
         if not reply.tool_calls:
             return dict.fromkeys((False, True), (plain, marks))
@@ -356,17 +397,28 @@ class Capture:
             for call in reply.tool_calls
         ]
         full = {**message, "content": content, "tool_calls": calls}
-        shown = [m for m in marks if content or m != plain["content"]]
-        return {False: (plain, marks[:n_plain]), True: (full, shown)}
+        return {False: (plain, marks[:n_plain]), True: (full, marks[:n_said] + marks[n_plain:])}
 
 
 def _changed(after: Turn | None, request: ChatRequest) -> str:
     """Why the same messages no longer render as they did."""
     assert after is not None
-    if tuple(after.prompt.request.tools) != tuple(request.tools):
+    if after.prompt.tools != tuple(request.tools):
         return "tools_changed"
-    same_template = after.prompt.request.template == request.template
+    same_template = after.prompt.template == request.template
     return "template_rewrites_history" if same_template else "template_changed"
+
+
+def _common_text(a: str, b: str) -> int:
+    """How many leading characters are equal."""
+    low, high = 0, min(len(a), len(b))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if a.startswith(b[low:middle], low):
+            low = middle
+        else:
+            high = middle - 1
+    return low
 
 
 def _common(a: Int32s, b: Int32s) -> int:

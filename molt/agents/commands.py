@@ -53,7 +53,7 @@ def serve_config(args: argparse.Namespace) -> "Config":
     The desk's address and token go to the worker in the environment (MOLT_DESK_...); the token is
     taken from there too, so that programs can be started with it beforehand.
     """
-    from molt.config import Config, _override, build, load, validate
+    from molt.config import Config, build, load, override_key, validate
 
     token = os.environ.setdefault("MOLT_DESK_TOKEN", secrets.token_urlsafe(24))
     os.environ.update(
@@ -69,7 +69,7 @@ def serve_config(args: argparse.Namespace) -> "Config":
     epochs = [r for r in Log.open(args.config).records() if r.kind == "epoch"]
     tree = json.loads(epochs[-1].rows[0]["config"])
     for text in (f"run.dir={args.config}", *overrides):
-        _override(tree, text)
+        override_key(tree, text)
     config: Config = build(Config, tree, "")
     validate(config)
     return config

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from molt.agents.types import ChatRequest, ParsedReply, ToolCall
-from molt.schemas.errors import ConfigError
+from molt.schemas.errors import ConfigError, RequestRefused
 
 # What a chat template contains -> vLLM's parser for what its model writes; first match counts.
 _TOOL_SIGNS = (
@@ -104,7 +104,7 @@ class ReplyParser:
                 reasoning, content, found = self._new(asked, request).parse(
                     self._readable(ids, text), asked, True, ids
                 )
-                calls = found or ()
+                calls = (found or ())[: None if request.parallel_tool_calls else 1]
             except Exception:  # a parser may raise anything on what a policy samples
                 self.n_failed += 1
                 reasoning, content = None, text
@@ -126,21 +126,28 @@ class ReplyParser:
         """vLLM's `StructuredOutputsParams` that tool_choice or response_format asks for, or None.
 
         "auto" is left free even where vLLM's server would constrain it: tokens sampled under a
-        grammar cannot be trained.
+        grammar cannot be trained. RequestRefused, in vLLM's words, for a form or tool that it does
+        not know.
         """
         if request.response_format is None and request.tool_choice in ("auto", "none"):
             return None
-        asked = _vllm_request(request)
-        if self._parser is not None and request.tool_choice not in ("auto", "none"):
-            asked = self._new(asked, request).adjust_request(asked)
-        return asked.extract_structured_outputs()
+        from vllm.exceptions import VLLMValidationError
+
+        try:
+            asked = _vllm_request(request)
+            if self._parser is not None and request.tool_choice not in ("auto", "none"):
+                asked = self._new(asked, request).adjust_request(asked)
+            return asked.extract_structured_outputs()
+        except (VLLMValidationError, ValueError, TypeError, KeyError) as error:
+            raise RequestRefused(f"response_format or tool_choice: {error}") from error
 
     def _new(self, asked: Any, request: ChatRequest) -> Any:
         return self._parser(self.tokenizer, asked.tools, chat_template_kwargs=request.template)
 
     def _readable(self, ids: list[int], text: str) -> str:
         """`text`, with special tokens where they stand between others: they may be markup."""
-        special = set(self.tokenizer.all_special_ids)
+        added = self.tokenizer.added_tokens_decoder  # names more than `all_special_ids` does
+        special = {i for i, token in added.items() if token.special}
         while ids and ids[-1] in special:
             ids = ids[:-1]
         if special.isdisjoint(ids):
@@ -170,11 +177,12 @@ def _call_id(given: str | None, seed: str, index: int) -> str:
 def _vllm_request(request: ChatRequest) -> Any:
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 
+    free = request.tool_choice == "auto" and not request.tools
     return ChatCompletionRequest(
         model="policy",
         messages=[{"role": "user", "content": "-"}],
         tools=list(request.tools) or None,
-        tool_choice=request.tool_choice if request.tools else None,
+        tool_choice="none" if free else request.tool_choice,
         parallel_tool_calls=request.parallel_tool_calls,
         response_format=request.response_format,
         chat_template_kwargs=request.template,

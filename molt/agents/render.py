@@ -62,19 +62,36 @@ class Renderer:
 
         `template` are keyword arguments of the template. TemplateError has the template's words.
         """
-        return self._apply([self.prepare(m) for m in messages], tools, template or {}, generate)
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        text = self.template_text(tools)
+        try:
+            (rendered,), _ = render_jinja_template(
+                conversations=[[self._prepare(m) for m in messages]],
+                tools=list(tools) or None,
+                chat_template=text,
+                add_generation_prompt=generate,
+                **{**self._special, **(template or {})},
+            )
+        except Exception as error:  # a template may raise whatever Python raises
+            why = f"{type(error).__name__}: {error}"
+            raise TemplateError(f"the chat template cannot render these messages: {why}") from error
+        return str(rendered)
 
     def encode(self, text: str) -> list[int]:
-        """Ids of `text` alone; no special token is added."""
-        if self._bare:
-            return list(self.tokenizer.encode(text, add_special_tokens=False).ids)
-        return list(self.tokenizer.encode(text, add_special_tokens=False, verbose=False))
+        """Ids of `text` alone; no special token is added. TemplateError if it is not Unicode."""
+        try:
+            if self._bare:
+                return list(self.tokenizer.encode(text, add_special_tokens=False).ids)
+            return list(self.tokenizer.encode(text, add_special_tokens=False, verbose=False))
+        except (TypeError, UnicodeError) as error:  # half of a surrogate pair
+            raise TemplateError(f"a message holds text that is not Unicode: {error}") from error
 
     def control(self, token_id: int) -> str | None:
         """The text of a token that no merge of text can produce; None of any other token."""
         return self._added.get(token_id)
 
-    def prepare(self, message: dict[str, Any]) -> dict[str, Any]:
+    def _prepare(self, message: dict[str, Any]) -> dict[str, Any]:
         """A message as the template takes it; the same object where nothing is to change."""
         content, calls = message.get("content"), message.get("tool_calls")
         if isinstance(content, str) and content and not calls and message["role"] != "assistant":
@@ -84,8 +101,9 @@ class Renderer:
         out.pop("tool_calls", None)
         if calls:
             out["tool_calls"] = [self._call(c) for c in calls]
-        if "reasoning_content" in out:  # vLLM gives templates both names
-            out.setdefault("reasoning", out["reasoning_content"])
+        thought = out.get("reasoning_content") or out.get("reasoning")
+        if thought:  # vLLM gives templates both names
+            out["reasoning_content"] = out["reasoning"] = thought
         return out
 
     def _call(self, call: dict[str, Any]) -> dict[str, Any]:
@@ -117,30 +135,6 @@ class Renderer:
             if "molt_trial" in shown and "molt_value" in shown:
                 return self._empty, self._object
         return forms[0]
-
-    def _apply(
-        self,
-        messages: Messages,
-        tools: Sequence[dict[str, Any]],
-        template: Mapping[str, Any],
-        generate: bool,
-    ) -> str:
-        from transformers.utils.chat_template_utils import render_jinja_template
-
-        try:
-            texts, _ = render_jinja_template(
-                conversations=[messages],
-                tools=list(tools) or None,
-                chat_template=self.template_text(tools),
-                add_generation_prompt=generate,
-                **{**self._special, **template},
-            )
-        except TemplateError:
-            raise
-        except Exception as error:  # a template may raise whatever Python raises
-            why = f"{type(error).__name__}: {error}"
-            raise TemplateError(f"the chat template cannot render these messages: {why}") from error
-        return str(texts[0])
 
 
 def plain_content(content: Any) -> Any:

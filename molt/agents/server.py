@@ -45,6 +45,8 @@ CONCURRENCY_MAX = 1024
 PING_S = 15.0
 """A stream without news says this often that it lives."""
 RETRY_AFTER_S = 1
+KEEP_ALIVE_S = 3600
+"""Longer than any tool runs between two turns: a connection closed under a request is an error."""
 
 Piece = Callable[[int, np.ndarray, str], None]
 Pieces = asyncio.Queue[tuple[int, np.ndarray] | None]
@@ -72,7 +74,7 @@ class ChatSession(Protocol):
         request: ChatRequest,
         *,
         on_piece: Piece | None = None,
-        on_id: Callable[[str], None] | None = None,
+        on_call: Callable[[Any], None] | None = None,
     ) -> ChatReply: ...
 
     def delivered(self, reply_id: str) -> None: ...
@@ -171,7 +173,13 @@ def listen(app: FastAPI, host: str, port: int, *, public: bool, end: Callable[[]
     # asyncio does this for sockets it made itself; without it each answer waits 40 ms for an ACK.
     listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     config = uvicorn.Config(
-        app, http="httptools", ws="none", lifespan="off", log_config=None, access_log=False
+        app,
+        http="httptools",
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        timeout_keep_alive=KEEP_ALIVE_S,
     )
     server = _Quiet(config)
     task = asyncio.create_task(server.serve(sockets=[listening]), name="molt-agents-server")
@@ -276,17 +284,22 @@ class Agents:
         return answer({"data": [row], "has_more": False, "first_id": name, "last_id": name})
 
     def session(self, request: Request) -> ChatSession:
-        """The rollout of this token; all are compared, each in constant time."""
-        bearer = request.headers.get("authorization", "")
-        given = bearer.removeprefix("Bearer ") if bearer else request.headers.get("x-api-key", "")
-        token, found = given.encode(), None
-        for session in tuple(self.sessions.values()):
-            if hmac.compare_digest(session.token.encode(), token):
-                found = session
-        if found is None or not token:
-            why = "no rollout has this token, or it has ended" if token else "no token was sent"
+        """The rollout of this token; all are compared, each in constant time.
+
+        A client may send two: some of Anthropic's add a token of the user's own environment.
+        """
+        bearer = request.headers.get("authorization", "").removeprefix("Bearer ")
+        given = [t.encode() for t in (request.headers.get("x-api-key"), bearer) if t]
+        found = [
+            session
+            for session in tuple(self.sessions.values())
+            for token in given
+            if hmac.compare_digest(session.token.encode(), token)
+        ]
+        if not found:
+            why = "no rollout has this token, or it has ended" if given else "no token was sent"
             raise HttpError(401, f"{why}; use ctx.api_key", "invalid_api_key")
-        return found
+        return found[0]
 
     async def _chat(self, wire: ModuleType, request: Request) -> Response:
         try:
@@ -330,19 +343,19 @@ class Agents:
     ) -> Response:
         """Wait for the first piece, so that a refused request is an error and not a stream."""
         pieces: Pieces = asyncio.Queue()
-        ids: list[str] = []
+        started: list[Any] = []
         task = self._start(
             wire,
             session,
             call,
             on_piece=lambda index, new, finish: pieces.put_nowait((index, new)),
-            on_id=ids.append,
+            on_call=started.append,
         )
         task.add_done_callback(lambda t: pieces.put_nowait(None))
         first = await pieces.get()
         if first is None:
             task.result()
-        stream = wire.Stream(call, ids[0], int(time.time()), session.tokenizer.decode)
+        stream = wire.Stream(call, started[0], int(time.time()), session.tokenizer.decode)
         events = _events(stream, request, session, call, task, pieces, first)
         return StreamingResponse(
             events, media_type="text/event-stream", headers={"cache-control": "no-cache"}

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from molt.agents.render import plain_content
-from molt.agents.types import ChatRequest, Messages
+from molt.agents.types import Messages
 
 Int32s = npt.NDArray[np.int32]
 
@@ -27,7 +27,10 @@ class Prompt:
     """The turn whose reply is the last one that the prompt splices."""
     messages: Messages
     """What follows that reply (all messages at a root), tool results in call order."""
-    request: ChatRequest
+    n_messages: int
+    """All messages of the request."""
+    tools: tuple[dict[str, Any], ...]
+    template: dict[str, Any]
     text: str
     """Rendered text from the end of `after`'s text to where the reply begins."""
     ids: Int32s
@@ -62,7 +65,7 @@ class Turn:
     @property
     def n_messages(self) -> int:
         """Messages of the conversation up to and with this reply."""
-        return len(self.prompt.request.messages) + 1
+        return self.prompt.n_messages + 1
 
     def path(self) -> "list[Turn]":
         """From the root to this turn."""
@@ -143,6 +146,16 @@ def _departure(at: int, end: int, all_known: bool, messages: Messages) -> tuple[
     return end, 1, "branched" if end == at else "rewritten_history"
 
 
+def well_formed(message: Any) -> bool:
+    """True for what can be compared: a dict with a role, tool calls with a function each."""
+    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+        return False
+    calls = message.get("tool_calls") or []
+    return isinstance(calls, list) and all(
+        isinstance(c, dict) and isinstance(c.get("function"), dict) for c in calls
+    )
+
+
 def same(a: dict[str, Any], b: dict[str, Any]) -> bool:
     """True if two messages mean the same, reasoning apart."""
     return a == b or _canonical(a) == _canonical(b)
@@ -154,7 +167,7 @@ def _canonical(message: dict[str, Any]) -> dict[str, Any]:
     if message["role"] != "assistant":
         out.update((k, v) for k, v in message.items() if v and k != "content")
     out["tool_calls"] = [
-        (c.get("id"), c["function"]["name"], json_value(c["function"].get("arguments")))
+        (c.get("id"), c["function"].get("name"), json_value(c["function"].get("arguments")))
         for c in message.get("tool_calls") or ()
     ]
     return out

@@ -201,8 +201,8 @@ def blocks_of(choice: Choice) -> Messages:
 
 def _input(arguments: str) -> dict[str, Any]:
     try:
-        found = json.loads(arguments or "{}")
-    except ValueError:
+        found = msgspec.json.decode(arguments or "{}")  # strict: no NaN, no half of a character
+    except (msgspec.DecodeError, RecursionError):
         found = None
     return found if isinstance(found, dict) else {MALFORMED: arguments}
 
@@ -224,19 +224,20 @@ def _head(call: Call, reply_id: str) -> dict[str, Any]:
 class Stream:
     """The events of one streamed answer."""
 
-    def __init__(self, call: Call, reply_id: str, created: int, decode: Decode) -> None:
-        self.call, self.reply_id = call, reply_id
+    def __init__(self, call: Call, started: Any, created: int, decode: Decode) -> None:
+        """started: what the session knows of the reply: `reply_id` and `n_prompt`."""
+        self.call, self.started = call, started
         self.index = -1  # of the open content block
         self.open = False
 
     def start(self) -> bytes:
-        """The prompt is counted when the reply is whole: see message_delta."""
+        """All of the prompt counts as input here; message_delta tells what of it was cached."""
         message = {
-            **_head(self.call, self.reply_id),
+            **_head(self.call, self.started.reply_id),
             "content": [],
             "stop_reason": None,
             "stop_sequence": None,
-            "usage": {"input_tokens": 0, "output_tokens": 0},
+            "usage": {"input_tokens": self.started.n_prompt, "output_tokens": 0},
         }
         return sse("message_start", message=message)
 

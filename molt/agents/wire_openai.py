@@ -222,10 +222,11 @@ def logprobs(choice: Choice, decode: Decode) -> dict[str, Any]:
 class Stream:
     """The chunks of one streamed answer, as bytes of server-sent events."""
 
-    def __init__(self, call: Call, reply_id: str, created: int, decode: Decode) -> None:
+    def __init__(self, call: Call, started: Any, created: int, decode: Decode) -> None:
+        """started: what the session knows of the reply: `reply_id` and `n_prompt`."""
         self.call, self.decode = call, decode
         self.head = {
-            "id": reply_id,
+            "id": started.reply_id,
             "object": "chat.completion.chunk",
             "created": created,
             "model": call.model,

@@ -88,6 +88,7 @@ class _Call:
 
     key: str | None
     reply_id: str = field(default_factory=lambda: f"chatcmpl-{secrets.token_hex(12)}")
+    n_prompt: int = 0
     task: "asyncio.Task[ChatReply]" = field(init=False)
     pieces: list[tuple[int, np.ndarray, str]] = field(default_factory=list)
     listeners: list[OnPiece] = field(default_factory=list)
@@ -172,11 +173,12 @@ class Session:
         request: ChatRequest,
         *,
         on_piece: OnPiece | None = None,
-        on_id: Callable[[str], None] | None = None,
+        on_call: Callable[[Any], None] | None = None,
     ) -> ChatReply:
         """Answer one request; the reply's tokens are in the writer then.
 
-        Who streams is told the reply's id (`on_id`) before the first piece.
+        Who streams is handed the call (`on_call`): its `reply_id`, and its `n_prompt` from the
+        first piece on.
 
         The same body gets the same reply, appended once, when it comes as a retry: with a retry
         count, with an idempotency key that was seen, or after an answer that was never delivered
@@ -196,8 +198,8 @@ class Session:
             self._calls[body] = [*known, call]
         else:
             self.counts["retries"] += 1
-        if on_id is not None:
-            on_id(call.reply_id)
+        if on_call is not None:
+            on_call(call)
         return await call.answer(on_piece)
 
     def delivered(self, reply_id: str) -> None:
@@ -229,9 +231,10 @@ class Session:
     async def _answer(self, call: _Call, request: ChatRequest) -> ChatReply:
         capture = self._capture(request.role)
         placement = capture.place(request)
-        if len(placement.prompt_ids) >= self.desk.window:
+        call.n_prompt = len(placement.prompt_ids)
+        if call.n_prompt >= self.desk.window:
             self.full = WindowFull(
-                f"{self.a.rollout_id}: a prompt of {len(placement.prompt_ids)} tokens in a window "
+                f"{self.a.rollout_id}: a prompt of {call.n_prompt} tokens in a window "
                 f"of {self.desk.window}; shorten it or raise engine.max_model_len"
             )
             raise self.full
@@ -256,7 +259,7 @@ class Session:
         reply = ChatReply(
             id=call.reply_id,
             choices=tuple(one.choice for one in sampled),
-            n_prompt=len(placement.prompt_ids),
+            n_prompt=call.n_prompt,
             n_cached=sampled[0].n_cached,
         )
         self._replies[reply.id] = (call, reply.choices[0].segment)

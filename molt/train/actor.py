@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from molt.replay.assemble import TrainSequence, assemble
+from molt.replay.sources import Sources
 from molt.rollout.sender import WeightSender
 from molt.schemas.errors import MoltError
 from molt.store import Log
@@ -29,9 +30,20 @@ class TrainerActor(Trainer):
         log_path: str,
     ) -> None:
         super().__init__(settings, rank, world_size, init_method, output)
-        self.log = Log.open(log_path)
         self.sender: WeightSender | None = None
         self._share = (0, 1)
+        self.open_log(log_path)
+
+    def open_log(self, path: str) -> None:
+        """Read plans, and the rows that they name, from this log from now on."""
+        self.log = Log.open(path)
+        self._sources: tuple[int, Sources] | None = None
+
+    def sources(self, epoch: int) -> Sources:
+        """The rows that plans of `epoch` may name."""
+        if self._sources is None or self._sources[0] != epoch:
+            self._sources = (epoch, Sources(self.log, epoch))
+        return self._sources[1]
 
     def start(self) -> dict[str, Any]:
         info = super().start()
@@ -44,10 +56,10 @@ class TrainerActor(Trainer):
         sequences: list[TrainSequence] | Exception
         recorded = None
         try:
-            sequences = share(assemble(self.log, plan), *self._share)
+            source = self.sources(plan.epoch)
+            sequences = share(assemble(source, plan), *self._share)
             if self.routing is not None:
-                reader = RoutingReader(self.log, **self.routing.shape)
-                recorded = reader.of_plan(plan, sequences)
+                recorded = RoutingReader(source, **self.routing.shape).of_plan(plan, sequences)
         except (MoltError, OSError) as error:
             sequences = error  # all ranks must learn of it before any of them starts the forward
         return self.execute(plan.header["step"], sequences, recorded)

@@ -52,7 +52,7 @@ def main() -> None:
     p = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     p.add_argument("--all", action="store_true", help="more peers, sizes and commits")
     p.add_argument("--only", default="", help=f"comma-separated parts of {', '.join(PARTS)}")
-    p.add_argument("--dir", default=".", help="folder on the disk to measure")
+    p.add_argument("--dir", default="runs/bench", help="folder on the disk to measure")
     p.add_argument("--out", type=Path, help="write the markdown here too")
     p.add_argument("--commits", nargs=2, metavar=("PEER", "N"), help="for strace: N commits")
     args = p.parse_args()
@@ -68,6 +68,7 @@ def main() -> None:
 
 def run(args: argparse.Namespace) -> str:
     start, load = time.monotonic(), os.getloadavg()[0]
+    os.makedirs(args.dir, exist_ok=True)
     report = Report()
     only = set(args.only.split(",")) if args.only else set(PARTS)
     n = N_SEGMENTS_ALL if args.all else N_SEGMENTS
@@ -82,7 +83,7 @@ def run(args: argparse.Namespace) -> str:
                 store_bench.bench_append(folder, workload, kinds, batch, report)
                 for batch in (1, store_bench.BATCH)
             ],
-            "syncs": lambda: store_bench.bench_syncs(kinds, report),
+            "syncs": lambda: store_bench.bench_syncs(folder, kinds, report),
             "read": lambda: store_bench.bench_read(folder, workload, kinds, report),
             "sql": lambda: sql_targets(folder, workload, report),
             "flow": lambda: flow_bench.bench_flow(folder, report, n=8_000),
@@ -98,7 +99,7 @@ def run(args: argparse.Namespace) -> str:
     if args.all and absent:
         report.add("Not installed, not measured", ", ".join(absent) + "\n")
     head = HEAD.format(
-        command=" ".join(["tests/bench/run.py", *sys.argv[1:]]),
+        command=" ".join(["tests/bench/run.py", *asked(args)]),
         date=datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M"),
         system=f"{platform.system()} {platform.machine()}",
         cpus=os.cpu_count(),
@@ -110,6 +111,11 @@ def run(args: argparse.Namespace) -> str:
         rounds=ROUNDS,
     )
     return report.markdown(head)
+
+
+def asked(args: argparse.Namespace) -> list[str]:
+    """The options that decide what is measured."""
+    return [*(["--all"] if args.all else []), *(["--only", args.only] if args.only else [])]
 
 
 def sql_targets(folder: Path, workload: Workload, report: Report) -> None:

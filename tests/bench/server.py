@@ -141,8 +141,8 @@ class Client:
             f"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {token}\r\n"
         )
 
-    async def turn(self, words: str) -> tuple[float, int]:
-        """(seconds, bytes sent) of one turn; the reply is echoed in the next one."""
+    async def turn(self, words: str) -> tuple[float, int, int]:
+        """(seconds, bytes sent, prompt tokens) of one turn; the next one echoes the reply."""
         if not self.messages:
             self.reader, self.writer = await asyncio.open_connection("127.0.0.1", self.port)
         self.messages.append({"role": "user", "content": words})
@@ -155,7 +155,7 @@ class Client:
         seconds = time.perf_counter() - started
         message = reply["choices"][0]["message"]
         self.messages.append({"role": "assistant", "content": message["content"]})
-        return seconds, len(body)
+        return seconds, len(body), reply["usage"]["prompt_tokens"]
 
 
 def percentiles(values: list[float]) -> str:
@@ -180,8 +180,8 @@ async def concurrent(port: int, tokens: list[str]) -> dict[str, float]:
     return out
 
 
-async def long(port: int, token: str) -> list[tuple[float, int]]:
-    """(seconds, bytes) of each turn of one rollout that becomes long."""
+async def long(port: int, token: str) -> list[tuple[float, int, int]]:
+    """What `Client.turn` gives, for each turn of one rollout that becomes long."""
     client, rng = Client(port, token), random.Random(2)
     words = ["user", "weather", "tool", "x7"]
     return [
@@ -227,12 +227,13 @@ def main() -> None:
         return await long(port, tokens[0])
 
     turns, took, forks = with_server(one, (0.0, 0.0), LONG_REPLY, args.profile)
-    cost = [s - took[f"train-0/0.0.{k}"] for k, (s, _) in enumerate(turns)]
+    cost = [s - took[f"train-0/0.0.{k}"] for k, (s, _, _) in enumerate(turns)]
     print(f"\none rollout, {LONG_TURNS} turns, no other load, {forks} forks")
-    print("turns     | request, kB | overhead per turn, ms (median)")
+    print("turns     | prompt tokens | request, kB | overhead per turn, ms (median)")
     for lo, hi in ((0, 10), (10, 25), (25, 50), (50, 100), (100, 150), (150, 200)):
-        size = turns[hi - 1][1] / 1e3
-        print(f"{lo + 1:3}..{hi:<4} | {size:11.1f} | {1e3 * float(np.median(cost[lo:hi])):6.2f}")
+        _, size, tokens = turns[hi - 1]
+        middle = 1e3 * float(np.median(cost[lo:hi]))
+        print(f"{lo + 1:3}..{hi:<4} | {tokens:13} | {size / 1e3:11.1f} | {middle:6.2f}")
     if args.json:
         print(json.dumps({"overhead": overhead, "long": cost}))
 

@@ -16,7 +16,8 @@ from molt.schemas.errors import Retired
 from molt.store import Log
 from molt.store.compact import compact
 from molt.store.doctor import doctor
-from molt.store.retention import readers, register_reader, retire
+from molt.store.readers import readers, register_reader
+from molt.store.retention import retire
 from molt.store.sql import run_sql
 
 CALLS_MAX = 120
@@ -178,12 +179,15 @@ def test_a_reader_that_could_not_register_is_told_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def act(log: Log) -> None:
-        register_reader(log, "audit", {}, ttl_s=60, now=LATER)
+        register_reader(log.path, "audit", {}, ttl_s=60, now=LATER)
 
     source = small(tmp_path / "log")
     before = {"a": 1}
-    register_reader(source, "audit", before, ttl_s=60, now=LATER)
+    register_reader(source.path, "audit", before, ttl_s=60, now=LATER)
     for log in failures(source, act, monkeypatch):
-        assert readers(log, LATER)["audit"] in (before, {})  # the old one whole, or the new one
+        assert readers(log.path, LATER)["audit"] in (
+            before,
+            {},
+        )  # the old one whole, or the new one
         act(log)
-        assert readers(log, LATER)["audit"] == {}
+        assert readers(log.path, LATER)["audit"] == {}

@@ -112,7 +112,7 @@ def check_deaths(tmp_path: Path, *, every: int, first: int, after: bool) -> int:
 
 @pytest.mark.parametrize("after", [False, True])
 def test_a_process_dies_at_some_calls(tmp_path: Path, after: bool) -> None:
-    check_deaths(tmp_path, every=31, first=20 if after else 7, after=after)
+    check_deaths(tmp_path, every=50, first=20 if after else 7, after=after)
 
 
 @pytest.mark.slow

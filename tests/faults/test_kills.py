@@ -4,7 +4,11 @@ Each child is a whole run: it opens an epoch, appends from three threads over se
 group commit, and puts plans and drops. It reports a row only after its ticket resolved.
 """
 
+import contextlib
+import os
 import random
+import select
+import signal
 import threading
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
@@ -16,7 +20,8 @@ import factories as make
 import pyarrow as pa
 import pytest
 
-from molt.store import Log
+from molt.schemas.errors import WriterClosed
+from molt.store import Appender, Log
 from molt.store.doctor import doctor
 from molt.store.sql import run_sql
 
@@ -25,11 +30,19 @@ KILLS_PER_LOG = 25
 ALIVE_S_MAX = 0.35
 
 
-def appender(conn: Connection, path: str, seed: int) -> None:
-    """Appends until it is killed; sends (stream, id, address) of what is durable."""
+def play_run(conn: Connection, path: str, seed: int, shared: bool) -> None:
+    """Appends until it is killed; sends (stream, id, address) of what is durable.
+
+    With `shared` through an appender process, whose id it sends first.
+    """
     log = Log.open(path)
-    make.open_epoch(log)
-    w = log.writer(linger_s=0.004, flush_rows=16, flush_bytes=1 << 16, user_schemas=NOTES)
+    epoch = make.open_epoch(log).epoch
+    options: dict[str, Any] = {"linger_s": 0.004, "user_schemas": NOTES}
+    if shared:
+        other = Appender(log.path, epoch, **options)
+        options["appender"] = other.address
+        conn.send(other.pid)
+    w = log.writer(epoch, flush_rows=16, flush_bytes=1 << 16, **options)
     lock = threading.Lock()
     ready: list[tuple[str, list[Any]]] = []
 
@@ -67,7 +80,11 @@ def appender(conn: Connection, path: str, seed: int) -> None:
             with lock:
                 ready.append((name, refs))
 
-    threads = [threading.Thread(target=play, args=(i,), daemon=True) for i in range(3)]
+    def play_on(thread: int) -> None:
+        with contextlib.suppress(WriterClosed, OSError):  # its appender was killed
+            play(thread)
+
+    threads = [threading.Thread(target=play_on, args=(i,), daemon=True) for i in range(3)]
     for thread in threads:
         thread.start()
     decide(conn, log, lock, ready, seed)
@@ -98,15 +115,33 @@ class Counts:
     rows: list[tuple[str, Any, Any]] = field(default_factory=list)
 
 
-def kill_one(log: Log, rng: random.Random, seed: int, counts: Counts) -> None:
-    child, receiver = children.start(appender, str(log.path), seed)
+def kill_one(log: Log, rng: random.Random, seed: int, counts: Counts, shared: bool) -> None:
+    child, receiver = children.start(play_run, str(log.path), seed, shared)
+    other = receiver.recv() if shared else None
     # Half of them die around the first rows, the others in the middle of their work.
     child.join(rng.uniform(0, ALIVE_S_MAX / rng.choice((1, 4))))
+    if other is not None and rng.random() < 0.7:  # else it is told of the end of its parent
+        os.kill(other, signal.SIGKILL)
+        child.join(rng.uniform(0, 0.05))
     child.kill()
+    if other is not None:
+        ended(other)
     counts.rows.extend(children.reports(receiver))
     child.join(60)
     assert child.exitcode == -9, "the child ended by itself; it was to be killed"
     counts.kills += 1
+
+
+def ended(pid: int) -> None:
+    """Returns when a process that is no child of ours is gone: an appender publishes to its end."""
+    try:
+        fd = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return
+    try:
+        assert select.select([fd], [], [], 60)[0], f"appender {pid} outlives its parent"
+    finally:
+        os.close(fd)
 
 
 def check(log: Log, counts: Counts) -> None:
@@ -147,7 +182,7 @@ def _sql(log: Log, query: str) -> set[Any]:
     return {r[0] for r in _rows(log, query)}
 
 
-def kill_many(folder: Path, kills: int, seed: int) -> Counts:
+def kill_many(folder: Path, kills: int, seed: int, *, shared: bool = False) -> Counts:
     rng = random.Random(seed)
     total = Counts()
     for number in range(-(-kills // KILLS_PER_LOG)):
@@ -156,7 +191,7 @@ def kill_many(folder: Path, kills: int, seed: int) -> Counts:
         log.control.put("policy", [make.policy(1, 0)])
         counts = Counts()
         for i in range(min(KILLS_PER_LOG, kills - number * KILLS_PER_LOG)):
-            kill_one(log, rng, seed + number * KILLS_PER_LOG + i + 1, counts)
+            kill_one(log, rng, seed + number * KILLS_PER_LOG + i + 1, counts, shared)
             check(log, counts)
         report = doctor(log.path)
         assert report["ok"], report["problems"]
@@ -169,6 +204,26 @@ def kill_many(folder: Path, kills: int, seed: int) -> Counts:
 def test_a_few_kills(tmp_path: Path) -> None:
     counts = kill_many(tmp_path, kills=4, seed=1)
     assert counts.acknowledged > 10
+
+
+def test_a_few_kills_of_a_shared_appender(tmp_path: Path) -> None:
+    counts = kill_many(tmp_path, kills=2, seed=1, shared=True)
+    assert counts.acknowledged > 10
+
+
+@pytest.mark.slow
+def test_random_kills_of_a_shared_appender(tmp_path: Path, report: Any) -> None:
+    seed = random.SystemRandom().randrange(10**6)
+    print(f"seed {seed}")
+    counts = kill_many(tmp_path, kills=40, seed=seed, shared=True)
+    assert counts.acknowledged > 300
+    report(
+        kills=counts.kills,
+        acknowledged_rows_and_records=counts.acknowledged,
+        lost=0,
+        partial=0,
+        seed=seed,
+    )
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@ asked by plain SQL and by executing every plan once more from the first weights.
 """
 
 import asyncio
+import datetime
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,7 +20,10 @@ from molt.config import Config, to_dict
 from molt.publish import Gap, Published
 from molt.schemas.text import canonical_json
 from molt.store import Log, control
+from molt.store.compact import compact
 from molt.store.control import lineage_of
+from molt.store.files import Posix
+from molt.store.retention import retire
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "e2e"))
 from test_trainer import free_port
@@ -31,6 +35,7 @@ from molt.train.settings import trainer_settings
 pytestmark = pytest.mark.e2e
 
 STEPS = 4
+NOW = datetime.datetime(2026, 1, 1, tzinfo=datetime.UTC)
 TWICE = """
 select rollout_id, count(*) as n from plans group by rollout_id having n > 1 union all
 select group_id, count(*) as n from (
@@ -71,6 +76,13 @@ class Deadly:
             self.seen.append(kind)
 
         return deadly
+
+
+class DeadlyStore(Posix):
+    """The backend of the control log."""
+
+    def __init__(self, deadly: Deadly) -> None:
+        self.put = deadly.wrap(super().put)  # type: ignore[method-assign]
 
 
 class Driver(Simulation):
@@ -159,7 +171,7 @@ def drive(
     trainer.load(str(model / "start"))
     with pytest.MonkeyPatch.context() as patch:
         if deadly is not None:
-            patch.setattr(control, "publish", deadly.wrap(control.publish))
+            patch.setattr(control, "STORE", DeadlyStore(deadly))
             patch.setattr(checkpoints, "publish", deadly.wrap(checkpoints.publish))
         driver = Driver(path, conf, trainer)
         asyncio.run(driver.go(steps))
@@ -236,6 +248,28 @@ def test_a_checkpoint_that_dies_half_written_is_passed_over(
     assert [f.name for f in (path / "checkpoints").iterdir()] == ["1-2"]
     drive(path, model, trainer, STEPS)
     check(Log.open(path), model, trainer)
+
+
+def test_retention_after_every_step_leaves_what_redo_needs(
+    tmp_path: Path, model: Path, trainer: TrainerActor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Compaction and retention after each policy record, a death, and the redo of two steps."""
+    path, retired = tmp_path / "log", []
+    publish = Driver.publish
+
+    def publish_and_retire(driver: Driver) -> None:
+        publish(driver)
+        compact(driver.run.log, everything=True)
+        found = retire(driver.run.log, now=NOW, dry_run=False)
+        retired.append(sum(found["commits"].values()))
+
+    monkeypatch.setattr(Driver, "publish", publish_and_retire)
+    with pytest.raises(Death):
+        drive(path, model, trainer, STEPS, Deadly(WRITES.index("checkpoint") + 6))
+    assert sum(retired) > 0, "nothing was retired"
+    drive(path, model, trainer, STEPS)
+    steps = Log.open(path).sql("select step from steps order by step").fetchall()
+    assert steps == [(k,) for k in range(1, STEPS + 1)]
 
 
 def test_the_check_sees_a_step_that_is_not_its_plan(

@@ -240,6 +240,9 @@ def test_a_second_continuation_shares_what_it_can() -> None:
     placed = p.ask([Q, answer.message(), user("And 5+5?")], reply("10"))
     assert (placed.reason, placed.parent) == ("branched", 1)
     assert p.text(p.seen[1][0][: placed.keep]).endswith("<|im_start|>user\nAnd ")
+    early = p.ask([Q, answer.message(), tool("c1", "10")], reply("10"))
+    assert (early.reason, early.parent) == ("branched", 1)
+    assert p.text(early.prompt_ids[len(p.seen[0][0]) : early.keep]) == "\n<|im_start|>"
     p.check()
 
 
@@ -286,7 +289,106 @@ def test_a_fork_never_divides_a_media_run() -> None:
     p.capture.accept(placed, [(0, ids)], reply("A cat."), "stop", media=[(start, 7)])
     other = p.capture.place(ChatRequest(messages=[system, user("What is in <image! here?")]))
     assert other.prompt_ids[start : start + 6] == ids[start : start + 6].tolist()
-    assert (other.keep, other.parent) == (start, 0)
+    assert (other.keep, other.parent, other.reason) == (start, 0, "new_conversation")
+
+
+def loop(p: Player, n: int, thoughts: dict[int, str] | None = None) -> list:
+    """A tool loop of `n` turns; the conversation up to the last result."""
+    messages = [Q]
+    for i in range(n):
+        answer = reply(None, (thoughts or {}).get(i), (call(f"c{i}"),))
+        assert p.ask(list(messages), answer).reason is None
+        messages += [answer.message(), tool(f"c{i}", "rain")]
+    return messages
+
+
+def test_a_tool_loop_is_rendered_whole_when_it_has_doubled(monkeypatch) -> None:
+    whole, real = [], Capture._render_all
+
+    def counted(capture, path, *more) -> str:
+        whole.append(len(path))
+        return real(capture, path, *more)
+
+    monkeypatch.setattr(Capture, "_render_all", counted)
+    loop(player(), 60)
+    assert whole == [0, 1, 2, 3, 4, 10, 22, 46]
+
+
+def test_a_user_message_after_a_long_loop_looks_at_all_of_it() -> None:
+    p = player(THINKING)
+    placed = p.ask([*loop(p, 9, {0: "hm"}), user("And?")], reply("Rain."))
+    assert placed.reason == "template_rewrites_history"
+    p.check()
+
+
+def test_a_thought_left_out_early_in_a_long_loop_is_seen() -> None:
+    p = player(THINKING)
+    messages = loop(p, 9, {0: "hm", 4: "so"})
+    messages[1] |= {"reasoning_content": None}
+    placed = p.ask(messages, reply("Rain."))
+    assert placed.reason == "reasoning_left_out"
+    p.check()
+
+
+def test_a_thought_left_out_of_history_that_nobody_sampled_is_seen() -> None:
+    p = player(THINKING)
+    p.ask([Q], reply(None, "own", (call("c0"),)))
+    history = [Q, reply("Edited.", "hm", (call("c1"),)).message(), tool("c1", "rain")]
+    p.ask(history, reply("Rain."))
+    bare = history[1] | {"reasoning_content": None}
+    more = [reply("Rain.").message(), tool("c2", "snow")]
+    placed = p.ask([Q, bare, *history[2:], *more], reply("Snow."))
+    assert placed.reason == "template_rewrites_history" and "hm" not in p.text(placed.prompt_ids)
+    assert p.ask([*history, *more], reply("Snow.")).reason is None
+    p.check()
+
+
+def test_an_edit_that_the_template_hides_extends_by_its_ids() -> None:
+    p = player(PLAIN.replace("{{ m.content }}", "{{ m.content | trim }}"))
+    p.ask([Q], reply("4"))
+    p.ask([Q, reply("4").message(), user("3+3?")], reply("6"))
+    edited = [Q, reply("4  ").message(), user("3+3?"), reply("6").message(), user("So?")]
+    placed = p.ask(edited, reply("Yes."))
+    assert (placed.reason, placed.parent, p.branches) == (None, 1, 1)
+    p.check()
+
+
+def test_white_space_before_the_end_of_turn_is_not_repeated() -> None:
+    p = player(PLAIN.replace("{{ m.content }}", "{{ m.content + ' ' }}"))
+    placed = after(p, reply("4"), user("So?"))
+    assert placed.reason is None
+    assert "assistant\n4<|im_end|>\n<|im_start|>user" in p.text(placed.prompt_ids)
+
+
+def test_a_template_that_shows_no_replies_starts_over() -> None:
+    p = player("{% for m in messages if m.role == 'user' %}<{{ m.content }}>{% endfor %}")
+    placed = after(p, reply("4"), user("So?"))
+    assert (placed.reason, p.branches) == ("template_rewrites_history", 2)
+    p.check()
+
+
+@pytest.mark.parametrize("text", ["I think> so", "<think>", "</think>\n", "", " \n"])
+def test_odd_content_is_spliced_too(text: str) -> None:
+    p = player()
+    placed = after(p, reply(text), user("So?"))
+    assert (placed.reason, p.branches) == (None, 1)
+    p.check()
+
+
+def test_a_long_rollout_keeps_each_message_once() -> None:
+    p, messages, tools = player(), [Q], ({"type": "function", "function": {"name": "f"}},)
+    for i in range(20):
+        answer = reply(f"Call {i}.", None, (call(f"c{i}"),))
+        given = json.loads(json.dumps([messages, tools]))
+        p.ask(given[0], answer, tools=tuple(given[1]))
+        messages += [answer.message(), tool(f"c{i}", "rain")]
+    turns = p.capture._roots[0]
+    kept, tools_kept = 0, set()
+    while turns is not None:
+        kept += len(turns.prompt.messages)
+        tools_kept.add(id(turns.prompt.tools))
+        turns = turns.children[0] if turns.children else None
+    assert kept == 20 and len(tools_kept) == 1
 
 
 def test_a_control_token_in_a_message_is_encoded_as_one() -> None:
@@ -321,6 +423,19 @@ def test_a_template_that_wants_its_calls_is_shown_them() -> None:
     p.check()
 
 
+def test_a_template_that_takes_no_placeholder_is_compared_by_ids() -> None:
+    picky = "{% if m.content | length > 20 %}{{ raise_exception('long') }}{% endif %}"
+    p = player("{% for m in messages %}" + picky + "{% endfor %}" + PLAIN)
+    placed = after(p, reply("4"), user("So?"))
+    assert (placed.reason, placed.n_known, p.branches) == (None, 0, 1)
+    placed = p.ask([user("5?"), reply("6").message()], reply("7"))  # nobody sampled that 6
+    odd = [user("5?"), reply("6").message(), reply("7").message(), user("So?")]
+    assert p.ask(odd, reply("Yes."), n_pieces=2).reason is None
+    with pytest.raises(TemplateError, match="long"):
+        p.capture.place(ChatRequest(messages=[Q, reply("4").message(), user("long " * 9)]))
+    p.check()
+
+
 def test_another_context_than_was_placed_is_refused() -> None:
     p = player()
     placed = p.capture.place(ChatRequest(messages=[Q]))
@@ -328,6 +443,23 @@ def test_another_context_than_was_placed_is_refused() -> None:
     with pytest.raises(SegmentRejected, match=f"the {len(placed.delta_ids)} context tokens"):
         p.capture.accept(placed, [(0, wrong)], reply("4"), "stop")
     assert p.capture.links == {} and not p.capture.forks
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        [],
+        ["no message"],
+        [{"content": "no role"}],
+        [{"role": "assistant", "tool_calls": "none"}],
+        [{"role": "assistant", "tool_calls": [{"id": "c1"}]}],
+    ],
+)
+def test_what_is_no_conversation_is_refused(messages: list) -> None:
+    p = player()
+    p.ask([Q], reply("4"))
+    with pytest.raises(TemplateError, match="each needs a role"):
+        p.capture.place(ChatRequest(messages=messages))
 
 
 def test_messages_are_compared_as_parsed() -> None:

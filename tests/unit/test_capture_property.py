@@ -5,15 +5,19 @@ and sends several requests at once; replies think, call tools, are cut, come in 
 spelled in ids that no tokenizer would give.
 """
 
+import contextlib
+import json
 from typing import Any
 
 import chats
 import numpy as np
+import pytest
 from chats import Player, call, reply, tool, user
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from molt.agents.capture import Placement
+from molt.agents.turns import in_call_order
 from molt.agents.types import ChatRequest, Messages, ParsedReply
 
 TEXT = st.text(alphabet="ab \n<|im_end|>é", max_size=6) | st.sampled_from(["<|im_end|>", "weather"])
@@ -64,6 +68,11 @@ class Agent:
     def place(self, messages: Messages, **more: Any) -> Placement:
         placement = self.player.capture.place(ChatRequest(messages=messages, **more))
         assert placement.prompt_ids[placement.keep :] == placement.delta_ids
+        if placement.n_known == 0:  # nothing spliced: exactly what a server without a memory sees
+            r = self.player.renderer
+            assert placement.prompt_ids == r.encode(
+                r.render(in_call_order(messages), generate=True)
+            )
         return placement
 
     def turn(self, messages: Messages) -> Placement:
@@ -116,17 +125,42 @@ def test_branches_reproduce_what_the_engine_saw(data: st.DataObject) -> None:
     agent.player.check()
 
 
+def sent_back(draw: Any, message: dict[str, Any]) -> dict[str, Any]:
+    """A reply as some SDK might write it again: the same, as parsed."""
+    out = json.loads(json.dumps(message))
+    if draw(st.booleans()):
+        out |= {"refusal": None, "annotations": [], "audio": None}
+    if not out["content"]:
+        out["content"] = draw(st.sampled_from([None, "", []]))
+    elif draw(st.booleans()):
+        out["content"] = [{"type": "text", "text": out["content"]}]
+    for c in out.get("tool_calls", ()):
+        with contextlib.suppress(ValueError):  # what is not JSON stays as it is
+            value = json.loads(c["function"]["arguments"])
+            pairs = draw(st.permutations(list(value.items())))
+            c["function"]["arguments"] = json.dumps(
+                dict(pairs), indent=draw(st.none() | st.just(2))
+            )
+    return out
+
+
+@pytest.mark.parametrize("kind", ["user turns", "tool loop"])
 @settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.data())
-def test_an_honest_agent_has_one_branch(data: st.DataObject) -> None:
-    """Whatever is sampled, an agent that only goes on never forks while thoughts are kept."""
-    agent = Agent(data.draw)
-    agent.player = Player(RENDERERS[0])
-    agent.turn([user(data.draw(TEXT))])
-    for _ in range(data.draw(st.integers(1, 8))):
-        known = agent.open[-1]
-        placement = agent.turn([*known, user(data.draw(TEXT))])
+def test_an_honest_agent_has_one_branch(kind: str, data: st.DataObject) -> None:
+    """Whatever is sampled and however its SDK writes it again, an agent that goes on goes on."""
+    draw, agent = data.draw, Agent(data.draw)
+    agent.player = Player(RENDERERS[kind == "tool loop"])  # this one keeps thoughts in a loop
+    agent.turn([user(draw(TEXT))])
+    for _ in range(draw(st.integers(1, 8))):
+        *known, last = agent.open[-1]
+        known.append(sent_back(draw, last))
+        ids = [c["id"] for c in last.get("tool_calls", ())] or ["none"]
+        new = [user(draw(TEXT))]
+        if kind == "tool loop":
+            new = [tool(i, draw(TEXT)) for i in draw(st.permutations(ids))]
+        placement = agent.turn([*known, *new])
         assert placement.reason is None
         assert placement.prompt_ids[: placement.keep] == agent.player.seen[-2][0]
-    assert agent.player.branches == 1
+    assert agent.player.branches == 1 and not agent.player.capture.forks
     agent.player.check()

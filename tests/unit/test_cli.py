@@ -27,7 +27,7 @@ def run(*arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
     "command",
     [
         *("train", "report", "replay", "why", "audit", "sql", "tail", "runs", "doctor"),
-        *("compact", "show"),
+        *("compact", "show", "fork", "retrain", "diff", "export"),
     ],
 )
 def test_every_command_teaches_by_example(command: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -17,7 +17,7 @@ from molt import cli
 from molt.schemas.errors import LogCorrupt
 from molt.schemas.streams import STREAMS, routing_metadata
 from molt.store import Log
-from molt.store import compact as compact_module
+from molt.store import files as files_module
 from molt.store.commit import encode
 from molt.store.compact import compact
 from molt.store.doctor import doctor
@@ -250,16 +250,16 @@ def test_the_slower_of_two_compactors_moves_only_what_is_left(
     tiny: Log, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = state(tiny)
-    real, once = compact_module.publish, []
+    real, once = files_module.publish, []
 
     def slow(path: Path, raw: bytes) -> None:
         if not once:
             once.append(path)
-            monkeypatch.setattr(compact_module, "publish", real)
+            monkeypatch.setattr(files_module, "publish", real)
             compact(tiny, everything=True, file_bytes=1)
         real(path, raw)
 
-    monkeypatch.setattr(compact_module, "publish", slow)
+    monkeypatch.setattr(files_module, "publish", slow)
     compact(tiny, everything=True)
     assert state(tiny) == before
     covers = [json.loads(pq.read_metadata(p).metadata[b"molt.covers"]) for p in cold(tiny)]

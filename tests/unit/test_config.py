@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from molt.agents.env import resolve
-from molt.config import LOSS_NAMES, difference, load
+from molt.config import LOSS_NAMES, difference, load, refuse_secrets, secret, to_dict
 from molt.data import Prompts
 from molt.model import resolve_model
 from molt.schemas.errors import ConfigError
@@ -107,3 +107,20 @@ def test_a_missing_model_is_named(spec: str) -> None:
 def test_a_folder_without_a_checkpoint_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"has no config\.json"):
         resolve_model(str(tmp_path))
+
+
+def test_secrets_are_references_and_resolved_only_at_use(tmp_path: Path, monkeypatch) -> None:
+    text = DEMO.read_text() + '\n[reward.weights]\napi_key = "sk-plain"\n'
+    (tmp_path / "run.toml").write_text(text)
+    with pytest.raises(ConfigError, match=r'reward\.weights\.api_key: write "env:NAME"'):
+        load(tmp_path / "run.toml")
+    (tmp_path / "run.toml").write_text(text.replace("sk-plain", "env:JUDGE_KEY"))
+    monkeypatch.setenv("JUDGE_KEY", "sk-real")
+    config = load(tmp_path / "run.toml")
+    assert "sk-real" not in str(to_dict(config))
+    reference = to_dict(config)["reward"]["weights"]["api_key"]
+    assert secret(reference) == secret({"env": "JUDGE_KEY"}) == "sk-real"
+    monkeypatch.delenv("JUDGE_KEY")
+    with pytest.raises(ConfigError, match="environment variable 'JUDGE_KEY' is not set"):
+        secret(reference)
+    refuse_secrets({"max_tokens": "5", "tokenizer": "x", "auth_token": {"env": "A"}})

@@ -21,7 +21,7 @@ def test_the_tiny_log_folds_to_its_story(tiny: Log) -> None:
         Version(epoch=e, version=v) for e, v in ((1, 0), (1, 1), (2, 1), (2, 2))
     }
     assert [g.group_id for g in fold.open_groups("train")] == ["train-2"]
-    assert fold.last_step == 2 and set(fold.plans) == {1, 2}
+    assert fold.last_step == 2 == fold.last_planned
     assert fold.low_water_mark() == 2
     assert fold.next_ordinal["train"] == 5
     assert [g.group_id for g in fold.closed_groups("eval")] == ["eval-0"]
@@ -140,3 +140,54 @@ def test_ordinals_in_any_order(order: list[int]) -> None:
         ordinals.add(k)
         assert k in ordinals
     assert ordinals.low == 4 and not ordinals.above and 4 not in ordinals
+
+
+def test_settled_history_is_not_held(log: Log, w: Writer) -> None:
+    """Of 200 steps only the checkpoints that are still there, and two numbers."""
+    fold = Fold(log.tail(streams=STREAMS, columns=COLUMNS))
+    for step in range(1, 201):
+        log.control.put("plan", [], make.plan_header(step))
+        log.control.put("step", [make.step_row(1, step)])
+        if step % 10 == 0:
+            path = f"checkpoints/1-{step}"
+            (log.path / path).mkdir()
+            (log.path / path / "COMPLETE").touch()
+            row = {"epoch": 1, "step": step, "path": path, "bytes": 0, "files": []}
+            log.control.put("checkpoint", [{**row, "state_digest": f"{step:016x}"}])
+            fold.update()
+            if step > 20:
+                (log.path / f"checkpoints/1-{step - 20}/COMPLETE").unlink()
+    again = Fold(log.tail(streams=STREAMS, columns=COLUMNS))
+    again.update()
+    for found, first in ((fold, 180), (again, 190)):
+        assert [r["step"] for r in found.checkpoints] == list(range(first, 201, 10))
+        assert not found.groups and len(found.settled) == 0
+        assert (found.last_step, found.last_planned) == (200, 200)
+
+
+def test_the_fold_and_sql_agree_on_what_two_writers_said_twice(log: Log) -> None:
+    """Equal rows count once; segments, outcomes or rewards that differ are a conflict."""
+    with log.writer(linger_s=60) as a, log.writer(linger_s=60) as b:
+        a.append("prompts", make.prompt(0, n=4))
+        a.flush()
+        for i in range(4):
+            for w in (a, b):
+                other = w is b
+                row = make.segment(
+                    rollout_id=f"train-0/{i}", ids=[1, 2, 9 if other and i == 1 else 3]
+                )
+                w.append("segments", row)
+                w.append("rewards", make.reward(f"train-0/{i}", 0.5 if other and i == 2 else 1.0))
+                w.append("rewards", make.reward(f"train-0/{i}", 2.0, revision=1))
+                status = "truncated" if other and i == 3 else "ok"
+                digest = make.segment(ids=[7 if other and i == 3 else 8])["digest"]
+                tips = [digest] if i == 3 else [row["digest"]]
+                w.append("rollouts", make.rollout(f"train-0/{i}", status=status, digests=tips))
+                w.flush()
+    fold = fold_of(log)
+    attempts = {i: fold.groups["train-0"].attempts[f"train-0/{i}"][0] for i in range(4)}
+    assert [attempts[i].conflict for i in range(4)] == [False, True, True, True]
+    assert attempts[0].rewards[None, None, "score"][:2] == (1, 2.0)
+    for stream, n in (("segments", 1), ("rollouts", 1), ("rewards", 2)):
+        found = log.sql(f"select rollout_id from {stream}").fetchall()
+        assert found == [("train-0/0",)] * n, stream

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import factories as make
 import numpy as np
 import pytest
 from simulation import config, lengths, simulate
@@ -24,13 +25,13 @@ where decision in ('train', 'mask')
 @pytest.mark.parametrize("max_lag", [0, 1])
 def test_filters_that_take_most_groups_do_not_deadlock(tmp_path: Path, max_lag: int) -> None:
     """70 % of the groups are filtered; drops settle at once, so the bound is never used up."""
-    conf = config(f"algo.max_lag={max_lag}", "algo.drop_equal=true", "run.steps=12")
-    found = simulate(tmp_path / "log", conf, 12, equal=0.7)
+    conf = config(f"algo.max_lag={max_lag}", "algo.drop_equal=true", "run.steps=6")
+    found = simulate(tmp_path / "log", conf, 6, equal=0.7)
     log = found.run.log
     ((dropped, planned),) = log.sql(
         "select (select count(*) from drops), (select count(distinct group_id) from plans)"
     ).fetchall()
-    assert planned == 12 * 4 and dropped > 1.5 * planned
+    assert planned == 6 * 4 and dropped > 1.5 * planned
     assert found.unsettled_max <= (max_lag + 1) * 4
     assert log.sql(TWICE).fetchall() == []
     assert {r for (r,) in log.sql("select distinct lag_max from plans").fetchall()} <= {0, 1}
@@ -128,6 +129,29 @@ def test_an_unreadable_row_stops_and_drop_goes_on_without_its_group(tmp_path: Pa
     assert group not in planned and again.step == 4
     later = simulate(path, conf, 1).run  # the word is remembered
     assert later.step == 5
+
+
+def test_rows_that_no_redo_needs_are_passed_over_by_the_name_of_their_commit(
+    tmp_path: Path,
+) -> None:
+    """A checkpoint behind the plan: nothing is cut, no group is dropped."""
+    conf, path = config("run.steps=8"), tmp_path / "log"
+    run = simulate(path, conf, 2).run
+    log = run.log
+    folder = path / "checkpoints" / "1-2"
+    folder.mkdir()
+    (folder / "COMPLETE").write_text("{}")
+    row = {"epoch": 1, "step": 2, "path": "checkpoints/1-2", "bytes": 0, "files": []}
+    log.control.put("checkpoint", [{**row, "state_digest": "0" * 16}])
+    ((writer, seq),) = log.sql("select writer, min(seq) from segments group by 1").fetchall()
+    make.flip(path / "data" / writer / "000000" / f"{seq:010d}.segments.arrow", 999)
+    with pytest.raises(RecoveryError, match=f"for no rollout.*--drop {writer}/{seq}"):
+        simulate(path, conf, 1)
+    start = Start(drop=(f"{writer}/{seq}",))
+    assert cut(log.records(), start) == (None, None)
+    later = simulate(path, conf, 1, start=start).run
+    steps = later.log.sql("select distinct step from plans order by step").fetchall()
+    assert later.step == 3 and steps == [(1,), (2,), (3,)]
 
 
 def test_a_poisonous_rollout_that_no_plan_holds_is_dropped_too(tmp_path: Path) -> None:

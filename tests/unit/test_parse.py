@@ -7,7 +7,7 @@ from transformers import PreTrainedTokenizerFast
 
 from molt.agents.parse import ReplyParser, choose_parsers, tool_outcome
 from molt.agents.types import ChatRequest
-from molt.schemas.errors import ConfigError
+from molt.schemas.errors import ConfigError, RequestRefused
 
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 REQUEST = ChatRequest(messages=[user("q")], tools=(TOOL,))
@@ -69,9 +69,22 @@ def test_thoughts_content_and_calls_are_told_apart() -> None:
     assert len({c.id for c in answer.tool_calls}) == 2
 
 
-def test_tool_choice_none_leaves_calls_in_the_text() -> None:
-    request = ChatRequest(messages=[user("q")], tools=(TOOL,), tool_choice="none")
-    answer = parse(parser("hermes", None), CALL, request)
+def test_without_parallel_calls_the_first_one_counts() -> None:
+    request = ChatRequest(messages=[user("q")], tools=(TOOL,), parallel_tool_calls=False)
+    answer = parse(parser("hermes", None), f"{CALL}\n{CALL}", request)
+    assert [tool_outcome(c.arguments) for c in answer.tool_calls] == [{"a": 1}]
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        ChatRequest(messages=[user("q")], tools=(TOOL,), tool_choice="none"),
+        ChatRequest(messages=[user("q")]),
+    ],
+    ids=["tool_choice none", "no tools"],
+)
+def test_calls_that_were_not_offered_stay_text(request_: ChatRequest) -> None:
+    answer = parse(parser("hermes", None), CALL, request_)
     assert answer.tool_calls == () and answer.content == CALL
 
 
@@ -110,6 +123,19 @@ def test_a_forced_call_has_a_grammar_that_its_parser_reads() -> None:
     schema = {"type": "json_schema", "json_schema": {"name": "s", "schema": {"type": "object"}}}
     wanted = p.grammar(ChatRequest(messages=[user("q")], response_format=schema))
     assert wanted is not None and "object" in str(wanted.json)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"tool_choice": "required"},
+        {"tools": (TOOL,), "tool_choice": {"type": "function", "function": {"name": "g"}}},
+        {"response_format": {"type": "poem"}},
+    ],
+)
+def test_a_form_that_cannot_be_forced_is_refused(wrong: dict) -> None:
+    with pytest.raises(RequestRefused, match="response_format or tool_choice"):
+        parser("hermes", None).grammar(ChatRequest(messages=[user("q")], **wrong))
 
 
 def test_an_unknown_parser_is_named() -> None:

@@ -165,3 +165,36 @@ def test_a_rollout_whose_chain_digest_is_wrong_is_excluded(log: Log, w: Writer) 
     w.append("rollouts", make.rollout("train-0/1", digests=[b"y" * 32]))
     w.flush()
     assert [r.in_baseline for r in planned(log)] == [True, False]
+
+
+def test_a_pending_rollout_closes_its_group_with_its_first_reward(log: Log, w: Writer) -> None:
+    """Then it is in the baseline; an aborted one never is, whatever its rewards say."""
+    w.append("prompts", make.prompt(0, n=3))
+    make.append_rollout(w, "train-0/0", value=0.0)
+    row = make.segment(rollout_id="train-0/1")
+    w.append("segments", row)
+    digests = [row["digest"]]
+    w.append("rollouts", make.rollout("train-0/1", status="pending", digests=digests))
+    w.append("rewards", make.reward("train-0/2", 9.0))
+    w.append("rollouts", make.rollout("train-0/2", status="aborted", reason="stopped"))
+    w.flush()
+    fold = Fold(log.tail(streams=STREAMS, columns=COLUMNS))
+    fold.update()
+    assert fold.closed_groups("train") == []
+    w.append("rewards", make.reward("train-0/1", 1.0))
+    w.flush()
+    rows = planned(log)
+    assert [r.in_baseline for r in rows] == [True, True, False]
+    assert [r.advantage for r in rows] == [-0.5, 0.5, 0.0]
+    assert rows[2].decision == "baseline_only"
+
+
+def test_masked_rollouts_stay_in_the_baseline(log: Log, w: Writer) -> None:
+    w.append("prompts", make.prompt(0, n=2))
+    make.append_rollout(w, "train-0/0", value=0.0)
+    make.append_rollout(w, "train-0/1", value=1.0)
+    rows = planned(log, step=4, conf=config("algo.lag=mask"))
+    assert [(r.decision, r.advantage, r.lag_max) for r in rows] == [
+        ("mask", -0.5, 3),
+        ("mask", 0.5, 3),
+    ]

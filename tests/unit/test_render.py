@@ -1,5 +1,7 @@
 """The renderer: the tokenizer's own template, in the form that vLLM's server gives it."""
 
+from typing import Any
+
 import chats
 import pytest
 from chats import PLAIN, call, reply, tool, user
@@ -56,6 +58,26 @@ def test_a_template_that_refuses_says_why() -> None:
         Renderer(chats.own_tokenizer())
 
 
+@pytest.mark.parametrize(
+    "message",
+    [
+        {"content": "no role"},
+        {"role": "assistant", "content": None, "tool_calls": [{"id": "c1"}]},
+        {"role": "assistant", "content": None, "tool_calls": "none"},
+        "no message",
+    ],
+)
+def test_what_is_no_message_is_refused_by_name(message: Any) -> None:
+    with pytest.raises(TemplateError, match="cannot render these messages"):
+        chats.renderer().render([user("q"), message], generate=True)
+
+
+def test_text_that_is_not_unicode_is_refused() -> None:
+    for r in (chats.renderer(), Renderer(fast_tokenizer())):
+        with pytest.raises(TemplateError, match="not Unicode"):
+            r.encode("half a pair: \ud800")
+
+
 def test_a_template_cannot_reach_out() -> None:
     r = chats.renderer("{{ messages.__class__.__mro__[1].__subclasses__() }}")
     with pytest.raises(TemplateError, match="SecurityError"):
@@ -83,6 +105,14 @@ def test_content_is_none_only_where_calls_would_be_hidden_otherwise() -> None:
     assert "get_weather" in chats.renderer(hides).render(ASKED, generate=False)
     joins = "{{ 'x' + messages[1].content }}{{ messages[1].tool_calls }}"
     assert chats.renderer(joins).render(ASKED, generate=False).startswith("x[{")
+
+
+def test_reasoning_has_both_of_its_names() -> None:
+    r = chats.renderer(
+        "{% for m in messages %}{{ m.reasoning }}/{{ m.reasoning_content }}{% endfor %}"
+    )
+    assert r.render([reply("4", "hm").message()], generate=False) == "hm/hm"
+    assert r.render([{"role": "assistant", "reasoning": "so"}], generate=False) == "so/so"
 
 
 def test_malformed_arguments_can_be_shown_as_history() -> None:

@@ -16,7 +16,8 @@ from molt.store import compact as compact_module
 from molt.store.compact import compact
 from molt.store.doctor import doctor
 from molt.store.fold import COLUMNS, STREAMS, Fold
-from molt.store.retention import register_reader, retire, unregister_reader
+from molt.store.readers import register_reader, unregister_reader
+from molt.store.retention import Upkeep, retire
 from molt.store.snapshot import Snapshot
 from molt.store.sql import run_sql
 
@@ -67,7 +68,7 @@ def test_p37_cleanup_leaves_what_readers_and_open_groups_need(log: Log) -> None:
         drop(log, *set(given["segments"]) - set(given["unsealed"]))
         checkpoint(log, 1)
         for name, seq in given["cursors"].items():
-            register_reader(log, name, {w.name: seq}, ttl_s=60, now=NOW)
+            register_reader(log.path, name, {w.name: seq}, ttl_s=60, now=NOW)
         found = retire(log, now=NOW, dry_run=False)
         assert found["commits"] == {"segments": len(expected["deleted"])}
         assert [int(g.split("-")[1]) for g in left(log)] == expected["kept"]
@@ -80,7 +81,7 @@ def test_p37_cleanup_leaves_what_readers_and_open_groups_need(log: Log) -> None:
                 read()
         # Without the readers the floor is the group that is not settled.
         for name in given["cursors"]:
-            unregister_reader(log, name)
+            unregister_reader(log.path, name)
         retire(log, now=NOW, dry_run=False)
         assert left(log) == ["train-5"]
 
@@ -163,20 +164,20 @@ def test_readers_expire_are_renewed_and_must_be_readable(log: Log) -> None:
     writer = segments(log, "train-0", "train-1")
     drop(log, 0, 1)
     checkpoint(log, 1)
-    register_reader(log, "audit", {writer: 1}, ttl_s=10, now=NOW)
-    register_reader(log, "audit", {writer: 0}, ttl_s=100, now=NOW)
+    register_reader(log.path, "audit", {writer: 1}, ttl_s=10, now=NOW)
+    register_reader(log.path, "audit", {writer: 0}, ttl_s=100, now=NOW)
     later = NOW + timedelta(seconds=50)
     assert retire(log, now=later)["commits"] == {}
     assert retire(log, now=later)["floors"] == {writer: 0}
-    register_reader(log, "other", {"another-writer": 9}, ttl_s=100, now=NOW)
-    unregister_reader(log, "audit")
+    register_reader(log.path, "other", {"another-writer": 9}, ttl_s=100, now=NOW)
+    unregister_reader(log.path, "audit")
     assert retire(log, now=later)["commits"] == {}, "writers that are not named are held at 0"
     assert retire(log, now=NOW + timedelta(seconds=101))["commits"] == {"segments": 2}
     (log.path / "readers" / "bad.json").write_text("{")
     with pytest.raises(LogCorrupt, match=r"readers/bad\.json cannot be read"):
         retire(log, now=NOW)
     with pytest.raises(ConfigError, match="a reader's name"):
-        register_reader(log, "../bad", {}, ttl_s=1, now=NOW)
+        register_reader(log.path, "../bad", {}, ttl_s=1, now=NOW)
 
 
 def test_a_retired_log_goes_on(log: Log) -> None:
@@ -253,3 +254,74 @@ def test_retention_beside_a_snapshot_and_a_compaction(
     assert compact(log, everything=True)["commits"] == 1
     assert [f.seq for f, _ in snapshot.entries("segments")] == [1]
     assert left(log) == ["train-1"]
+
+
+def test_a_registered_tail_is_waited_for_until_it_goes_on_or_expires(log: Log) -> None:
+    segments(log, "train-0", "train-1", "train-2")
+    drop(log, 0, 1, 2)
+    checkpoint(log, 1)
+    clock = [0.0]
+    tail = log.tail(streams={"segments"}, register="slow", clock=lambda: clock[0])
+    assert len(tail.poll()[1]) == 3  # delivered, but not yet known to be done with
+    now = datetime.now(UTC)
+    assert retire(log, now=now, dry_run=False)["commits"] == {}
+    assert left(log) == ["train-0", "train-1", "train-2"]
+    clock[0] = 400.0  # a tenth of an hour is over: this poll renews the mark
+    tail.poll()
+    assert retire(log, now=now, dry_run=False)["commits"] == {"segments": 3}
+    late = log.tail(streams={"segments"}, register="late")
+    with pytest.raises(Retired, match="commit 0 was retired, none is left"):
+        late.poll()
+    segments(log, "train-3")
+    drop(log, 3)
+    checkpoint(log, 2)
+    shutil.rmtree(log.path / "checkpoints/1-1")
+    assert retire(log, now=now, dry_run=False)["commits"] == {}  # `late` holds it
+    late.close()
+    tail.close()
+    assert retire(log, now=now, dry_run=False)["commits"] == {"segments": 1}
+    assert not list((log.path / "readers").iterdir())
+
+
+def test_blobs_go_with_the_last_row_that_names_them(log: Log) -> None:
+    def image(c: str) -> dict:
+        (log.path / "blobs").mkdir(exist_ok=True)
+        (log.path / "blobs" / (c * 64)).write_bytes(b"pixels")
+        return make.media(sha256=c * 64)
+
+    with log.writer(linger_s=60) as w:
+        for ordinal, shown in enumerate(["ab", "bc", "c"]):
+            media = [image(c) for c in shown]
+            w.append("segments", make.segment(rollout_id=f"train-{ordinal}/0", media=media))
+            w.flush()
+    image("d")  # a row that names it may be on its way
+    drop(log, 0)
+    checkpoint(log, 1)
+    assert retire(log, now=NOW)["blobs"] == 1
+    retire(log, now=NOW, dry_run=False)
+    assert sorted(p.name[0] for p in (log.path / "blobs").iterdir()) == ["b", "c", "d"]
+    drop(log, 1, 2)
+    checkpoint(log, 2)
+    shutil.rmtree(log.path / "checkpoints/1-1")
+    retire(log, now=NOW, dry_run=False)
+    assert [p.name[0] for p in (log.path / "blobs").iterdir()] == ["d"]
+
+
+def test_upkeep_runs_by_itself_and_says_what_went_wrong(log: Log, monkeypatch) -> None:
+    monkeypatch.setattr("molt.store.compact.BUCKET", 2)
+    monkeypatch.setattr("molt.store.reader.BUCKET", 2)
+    segments(log, "train-0", "train-1", "train-2")
+    drop(log, 0, 1)
+    checkpoint(log, 1)
+    upkeep = Upkeep(log, routing="checkpoint")
+    upkeep.poke(NOW)
+    upkeep.close()
+    assert left(log) == ["train-2"]
+    assert list(log.path.glob("cold/segments/*.parquet"))
+    segments(log, "train-3", "train-4", "train-5")
+    drop(log, 3, 4)
+    make.flip(make.data_commits(log.path, "segments")[-2], 900)
+    upkeep.poke(NOW)
+    with pytest.raises(LogCorrupt, match="checksum"):
+        upkeep.close()
+    upkeep.close()

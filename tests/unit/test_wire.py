@@ -1,10 +1,14 @@
 """Both wires into one request, and one reply into both wires."""
 
 import json
+from types import SimpleNamespace
 from typing import Any
 
 import doubles as make
+import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from molt.agents import fields, wire_anthropic, wire_openai
 from molt.agents.fields import FieldRefused
@@ -313,3 +317,120 @@ def test_arguments_come_back_from_the_anthropic_echo(arguments: str) -> None:
     back = anthropic(messages=[*USER, *echoed]).messages[1]
     text = back["tool_calls"][0]["function"]["arguments"]
     assert text == (arguments or "{}") and back["content"] is None
+
+
+TEXTS = st.text(max_size=12)
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**53), 2**53) | TEXTS,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXTS, inner, max_size=3),
+    max_leaves=6,
+)
+ODD = ['{"a": NaN}', '{"a": 1e400}', '{"a": "\\ud800"}', '{"a": 1e2}', '{"a":1,"a":2}', "[" * 5000]
+ARGUMENTS = (
+    st.dictionaries(TEXTS, VALUES, max_size=3).map(json.dumps)
+    | TEXTS.filter(bool)
+    | st.sampled_from(ODD)
+)
+
+
+@st.composite
+def replies(draw: Any) -> Any:
+    """A reply as parsers give it: empty parts are absent, arguments may be anything."""
+    calls = [
+        make.call(draw(st.text(min_size=1, max_size=5)), draw(ARGUMENTS), f"call_{k}")
+        for k in range(draw(st.integers(0, 3)))
+    ]
+    text, thoughts = draw(TEXTS) or None, draw(TEXTS) or None
+    return make.says(text, *calls, reasoning=thoughts)
+
+
+def as_values(message: dict[str, Any]) -> dict[str, Any]:
+    """As the capture compares: arguments as values, absent content as ""."""
+
+    def value(text: str) -> Any:
+        try:
+            found = msgspec.json.decode(text)
+        except (msgspec.DecodeError, RecursionError):
+            return text
+        return found if isinstance(found, dict) else text
+
+    calls = [
+        (c["id"], c["function"]["name"], value(c["function"]["arguments"]))
+        for c in message.get("tool_calls", ())
+    ]
+    content, thoughts = message.get("content") or "", message.get("reasoning_content") or ""
+    return {"content": content, "reasoning": thoughts, "calls": calls}
+
+
+def events(raw: bytes) -> list[dict[str, Any]]:
+    lines = [line for line in raw.decode().split("\n") if line.startswith("data: {")]
+    return [json.loads(line.removeprefix("data: ")) for line in lines]
+
+
+STARTED = SimpleNamespace(reply_id="chatcmpl-7", n_prompt=11)
+
+
+@given(replies())
+def test_a_reply_that_is_echoed_is_the_reply(reply: Any) -> None:
+    """Over either wire, streamed or whole: nothing is lost and nothing is added."""
+    said = reply.choices[0].reply.message()
+    user = {"role": "user", "content": "hi"}
+    ask = wire_openai.parse({"model": "m", "messages": USER}, {})
+    whole = wire_openai.whole(ask, reply, 5, make.TOKENIZER.decode)["choices"][0]["message"]
+    assert as_values(openai(messages=[user, whole]).messages[1]) == as_values(said)
+    stream = wire_openai.Stream(ask, STARTED, 5, make.TOKENIZER.decode)
+    raw = stream.start() + b"".join(stream.finish(reply, {}))
+    built: dict[str, Any] = {"role": "assistant", "content": "", "reasoning_content": ""}
+    for event in events(raw):
+        for delta in (c["delta"] for c in event["choices"]):
+            for key in ("content", "reasoning_content"):
+                built[key] += delta.get(key) or ""
+            if "tool_calls" in delta:
+                built.setdefault("tool_calls", []).extend(delta["tool_calls"])
+    assert as_values(openai(messages=[user, built]).messages[1]) == as_values(said)
+
+    body = {"model": "m", "max_tokens": 9, "messages": USER}
+    ask = wire_anthropic.parse(body, {})
+    blocks = wire_anthropic.whole(ask, reply, 5, make.TOKENIZER.decode)["content"]
+    echo = {"role": "assistant", "content": blocks}
+    if blocks:
+        assert as_values(anthropic(messages=[user, echo, user]).messages[1]) == as_values(said)
+    streamed = wire_anthropic.Stream(ask, STARTED, 5, make.TOKENIZER.decode)
+    raw = streamed.start() + b"".join(streamed.finish(reply, {}))
+    found: list[dict[str, Any]] = []
+    for event in events(raw):
+        if event["type"] == "content_block_start":
+            assert event["index"] == len(found)
+            found.append(event["content_block"])
+        elif event["type"] == "content_block_delta":
+            delta = event["delta"]
+            if delta["type"] == "input_json_delta":
+                found[-1]["input"] = json.loads(delta["partial_json"])
+            else:
+                key = {"text_delta": "text", "thinking_delta": "thinking"}.get(delta["type"])
+                found[-1][key or "signature"] += delta[key or "signature"]
+    assert found == blocks
+
+
+@given(st.lists(st.integers(0, 20), max_size=4), st.text(min_size=1, max_size=20))
+def test_what_is_sent_early_and_the_rest_are_the_whole(cuts: list[int], text: str) -> None:
+    """Wherever the pieces end."""
+    reply = make.says(text)
+    for wire in (wire_openai, wire_anthropic):
+        body = {"model": "m", "max_tokens": 9, "messages": USER}
+        stream: Any = wire.Stream(wire.parse(body, {}), STARTED, 5, make.TOKENIZER.decode)
+        ends = sorted({min(c, len(text)) for c in cuts} - {0})
+        raw, sent = stream.start(), 0
+        for end in ends:
+            raw += stream.text(0, text[sent:end])
+            sent = end
+        raw += b"".join(stream.finish(reply, {0: sent}))
+        got = ""
+        for event in events(raw):
+            for c in event.get("choices", ()):
+                got += c["delta"].get("content") or ""
+            got += event.get("delta", {}).get("text", "")
+        assert got == text
+        if wire is wire_anthropic:
+            kinds = [e["type"] for e in events(raw)]
+            assert kinds.count("content_block_start") == kinds.count("content_block_stop") == 1

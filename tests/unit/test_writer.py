@@ -1,5 +1,6 @@
 """The writer: durable before it counts, in order, once."""
 
+import json
 import multiprocessing
 import os
 import threading
@@ -221,3 +222,22 @@ def test_token_columns_keep_their_bits(log: Log, w: Writer) -> None:
     row = log.row(ticket.result())
     assert row["token_ids"].tobytes() == ids.tobytes()
     assert row["logprobs"].tobytes() == logprobs.tobytes()
+
+
+def test_redact_sees_messages_before_they_are_stored_and_nothing_passes_it(log: Log) -> None:
+    def redact(messages: list[dict]) -> list[dict]:
+        return [{**m, "content": m["content"].replace("Ann", "\ud800NAME")} for m in messages]
+
+    row = make.segment(messages=json.dumps([{"role": "user", "content": "I am Ann"}]))
+    with log.writer(linger_s=60, redact=redact) as w:
+        ticket = w.append("segments", row)
+        with pytest.raises(
+            SegmentRejected, match="train-1/0.*redact failed, so nothing was stored"
+        ):
+            w.append("segments", make.segment(rollout_id="train-1/0", messages='[{"role": "a"}]'))
+        w.flush()
+        back = log.row(ticket.result())
+    assert json.loads(back["messages"])[0]["content"] == "I am \ud800NAME"
+    assert back["token_ids"].tolist() == row["token_ids"]
+    stored = b"".join(p.read_bytes() for p in make.data_commits(log.path))
+    assert b"Ann" not in stored

@@ -1,0 +1,169 @@
+"""`molt fork` and `molt retrain`: an offline run from its command line to its last step.
+
+The run's own log begins with an epoch record that lists the logs it reads; `molt.replay.retrain`
+does the rest. Neither Ray nor vLLM is imported.
+"""
+
+import dataclasses
+import datetime
+import json
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from molt.config import Config, difference
+from molt.metrics import plan_metrics
+from molt.offline import (
+    AsRecorded,
+    algorithm_header,
+    epoch_fields,
+    group_advantages,
+    open_trainer,
+    other_loss,
+    recorded_config,
+    save_weights,
+)
+from molt.replay.replay import history, restore
+from molt.replay.retrain import OfflineRun, Planner, forked_plans, n_steps, passes_over
+from molt.replay.select import select
+from molt.schemas.columns import Row
+from molt.schemas.errors import ConfigError
+from molt.schemas.text import canonical_json
+from molt.screen import Screen
+from molt.store import Log
+from molt.train.settings import trainer_settings
+
+FREE = ("run.steps", "run.dir", "checkpoint.")
+"""Settings that an offline run may change when it is resumed."""
+
+
+def fork(
+    parent: Log, step: int, last: int | None, folder: str, sets: Sequence[str], screen: Screen
+) -> Log:
+    """Execute the parent's plans after `step` again with other `algo.*`, in a log of its own."""
+    found = history(parent)
+    last = last or max(found.steps, default=0)
+    missing = [s for s in range(step + 1, last + 1) if s not in found.plans]
+    if missing or last <= step:
+        known = f"{min(found.plans)} to {max(found.plans)}" if found.plans else "none"
+        raise ConfigError(f"steps {step + 1} to {last} are not all planned; planned: {known}")
+    changed = other_loss(found.epochs[-1], sets)
+    run = dataclasses.replace(changed.run, dir=folder, steps=last)
+    config = dataclasses.replace(changed, run=run)
+
+    def start(trainer: Any) -> int:
+        """The parent's state after `step`, by its own settings; then ours."""
+        own = trainer.log.path
+        trainer.open_log(str(parent.path))
+        with screen.phase(f"the state of {parent.run_id} after step {step}"):
+            restore(parent, AsRecorded(trainer, found), found, step)
+        trainer.open_log(str(own))
+        trainer.configure(trainer_settings(config, trainer.settings.model))
+        return step
+
+    plan = forked_plans(
+        parent, found, algorithm_header(config), lambda rows: group_advantages(rows, config)
+    )
+    # The parent's own sources stay behind it, with the numbers that its plans know plus one.
+    sources = [(parent, s) for e in found.epochs[-1:] for s in e["sources"]]
+    listed = [(parent.run_id, parent.path)]
+    listed += [(s["run_id"], (log.path / s["path"]).resolve()) for log, s in sources]
+    return _execute(config, listed, plan, last, screen, start)
+
+
+def retrain(
+    logs: Sequence[Log],
+    where: str,
+    passes: int,
+    folder: str,
+    sets: Sequence[str],
+    screen: Screen,
+    weights: str | None = None,
+) -> Log:
+    """Train on the rollouts of `logs` that `where` holds for, `passes` times, from the model on."""
+    epochs = [history(log).epochs for log in logs]
+    if not all(epochs):
+        raise ConfigError("a log without an epoch record has no configuration to begin with")
+    config = recorded_config(epochs[0][-1], sets)
+    pairs = zip(logs, epochs, strict=True)
+    tokenizers = {log.run_id: e[-1]["digests"]["tokenizer"] for log, e in pairs}
+    if len(set(tokenizers.values())) > 1:
+        raise ConfigError(f"these logs hold ids of different tokenizers: {tokenizers}")
+    with screen.phase("choosing rollouts"):
+        found = select(logs, where, dataclasses.asdict(config.reward))
+    steps = n_steps(found.groups, config.data.groups_per_step, passes)
+    screen.say(f"{found.n_rollouts} rollouts of {len(found.groups)} groups, {steps} steps")
+    config = dataclasses.replace(
+        config,
+        run=dataclasses.replace(config.run, dir=folder, steps=steps, name=f"sel-{found.digest}"),
+        data=dataclasses.replace(config.data, train=f"sql:{where}"),
+    )
+    header = {**algorithm_header(config), "max_lag": config.algo.max_lag}
+    plan = passes_over(
+        found.groups,
+        config.data.groups_per_step,
+        header,
+        lambda rows: group_advantages(rows, config),
+    )
+    listed = [(log.run_id, log.path) for log in logs]
+    return _execute(config, listed, plan, steps, screen, lambda _: 0, weights)
+
+
+def _execute(
+    config: Config,
+    listed: Sequence[tuple[str, Path]],
+    plan: Planner,
+    last: int,
+    screen: Screen,
+    start: Callable[[Any], int],
+    weights: str | None = None,
+) -> Log:
+    """Open or resume the run's log, recover, and go on to step `last`."""
+    home = Path(config.run.dir).absolute()
+    if any(home == path.resolve() for _, path in listed):
+        raise ConfigError(f"--dir {config.run.dir} is one of the logs that are read")
+    sources = [(run_id, os.path.relpath(path, home)) for run_id, path in listed]
+    fields = epoch_fields(config, sources)
+    log = Log.create(home)
+    before = [r.rows[0] for r in log.records() if r.kind == "epoch"]
+    if before:
+        _same(before[-1], fields)
+    now = datetime.datetime.now(datetime.UTC).replace(tzinfo=None)
+    epoch = log.control.open_epoch(now=now, **fields).rows[0]
+    with screen.phase("loading the model and the trainer"):
+        trainer = open_trainer(log, epoch, config)
+
+    def say(step: int, row: Row) -> None:
+        screen.say(f"step {step}/{last}  loss {row['loss']:.5f}  state {row['state_digest']}")
+
+    run = OfflineRun(
+        log=log,
+        trainer=trainer,
+        plan=plan,
+        describe=plan_metrics,
+        every=config.checkpoint.every,
+        keep=config.checkpoint.keep,
+        say=say,
+    )
+    run.run(run.recover(lambda: start(trainer)), last)
+    if weights is not None:
+        save_weights(trainer, weights)
+        screen.say(f"weights: {weights}")
+    trainer.close()
+    return log
+
+
+def _same(old: Row, new: Row) -> None:
+    """A run is resumed with what it was begun with: settings, sources, chosen rollouts, model."""
+    changed = difference(json.loads(old["config"]), json.loads(new["config"]))
+    names = [k for k in changed if not k.startswith(FREE)]
+    for key in ("sources", "digests"):
+        names += [key] if canonical_json(old[key]) != canonical_json(new[key]) else []
+    if "run.name" in names:
+        names[names.index("run.name")] = "the rollouts that --where chooses (the logs have grown?)"
+    if names:
+        raise ConfigError(
+            f"this run was begun with other settings: {', '.join(names)}. Repeat its own command, "
+            "or choose another --dir"
+        )

@@ -1,0 +1,102 @@
+"""A trainer rank outside Ray that shows what it does: traces of a step, state kept and put back.
+
+Suffix: N trained tokens.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from molt.replay.assemble import TrainSequence
+from molt.train.actor import TrainerActor
+from molt.train.algo import LOSSES, LossInputs, LossOptions
+from molt.train.batch import Batch
+from molt.train.digest import local_shard
+from molt.train.metrics import Tally
+from molt.train.packing import Wanted
+from molt.train.settings import TrainerSettings
+
+
+class OfflineTrainer(TrainerActor):
+    """The same steps as in a run; nothing of how they are computed is different."""
+
+    _trace: tuple[Batch, torch.Tensor] | None = None
+
+    def keep_state(self) -> dict[str, torch.Tensor]:
+        """A copy of everything that a step changes."""
+        return {n: local_shard(t).detach().clone() for n, t in self._state().items()}
+
+    @torch.no_grad()
+    def put_state(self, kept: dict[str, torch.Tensor]) -> None:
+        """Bring back what `keep_state` copied."""
+        for name, tensor in self._state().items():
+            local_shard(tensor).copy_(kept[name])
+
+    def _train(self, step: int, batch: Batch, tally: Tally) -> None:
+        super()._train(step, batch, tally)
+        self._trace = (batch, tally.prepared_N.clone())
+
+    def traced(self, step: int, sequences: Sequence[TrainSequence], loss: str) -> dict[str, Any]:
+        """Execute a step: {"outcome", "before", "after", "weight", "advantage"} over its N tokens.
+
+        `before` and `after` are log pi around the step, float32; `weight` is d loss / d log pi of
+        each token at its start, before the division by N.
+        """
+        self._trace = None
+        outcome = self.execute(step, sequences)
+        if self._trace is None:  # no trained token
+            none = np.zeros(0, np.float32)
+            named = ("before", "after", "weight", "advantage")
+            return {"outcome": outcome, **dict.fromkeys(named, none)}
+        batch, before_N = self._trace
+        after_N = self._forward(self._pack(batch.wanted), len(before_N))
+        return {
+            "outcome": outcome,
+            "before": before_N.numpy(),
+            "after": after_N.numpy(),
+            "weight": loss_weights(batch, before_N, loss, loss_options(self.settings)),
+            "advantage": batch.advantage_N,
+        }
+
+    def logprobs(self, wanted: Sequence[tuple[Any, Any, float]]) -> list[np.ndarray]:
+        """log pi of chosen tokens: (token_ids [T], indices >= 1, temperature) -> float32 [n]."""
+        items = [
+            Wanted(token_ids=np.asarray(ids), targets=np.asarray(targets), temperature=temperature)
+            for ids, targets, temperature in wanted
+        ]
+        counts = [len(item.targets) for item in items]
+        flat = self._forward(self._pack(items), sum(counts)).numpy()
+        return [part.copy() for part in np.split(flat, np.cumsum(counts)[:-1])]
+
+    @property
+    def bytes_read(self) -> int:
+        """Decoded bytes of the commits that plans were assembled from."""
+        return self._sources[1].bytes_read if self._sources is not None else 0
+
+    @property
+    def commits_read(self) -> int:
+        return len(self._sources[1].commits) if self._sources is not None else 0
+
+
+def loss_options(settings: TrainerSettings) -> LossOptions:
+    names = [f.name for f in dataclasses.fields(LossOptions)]
+    return LossOptions(**{name: getattr(settings, name) for name in names})
+
+
+def loss_weights(
+    batch: Batch, before_N: torch.Tensor, loss: str, options: LossOptions
+) -> np.ndarray:
+    """d loss / d log pi [N] at the start of a step, the KL term apart; float32."""
+    new_N = before_N.clone().requires_grad_()
+    inputs = LossInputs(
+        new_N=new_N,
+        old_N=before_N,
+        behaviour_N=torch.from_numpy(batch.behaviour_N),
+        advantage_N=torch.from_numpy(batch.advantage_N),
+    )
+    LOSSES[loss](inputs, options).sum().backward()
+    assert new_N.grad is not None
+    return new_N.grad.numpy()

@@ -1,0 +1,102 @@
+"""A step's exact batch on disk: tensors as the trainer gets them, and one table row per token.
+
+`step-N.safetensors` holds the sequences end to end; `step-N.parquet` names every token and, where
+the step was executed, says what the algorithm did with it. Both are for other tools to read.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from molt.replay.assemble import TrainSequence
+
+Arrays = Mapping[str, npt.NDArray[Any]]
+
+
+def tensors(sequences: Sequence[TrainSequence]) -> dict[str, npt.NDArray[Any]]:
+    """The batch as flat arrays: token_ids, mask, logprobs, lag [sum T], offsets [S + 1],
+    advantage and temperature [S].
+    """
+    lengths = [len(s.token_ids) for s in sequences]
+    return {
+        "token_ids": _flat([s.token_ids for s in sequences], np.int32),
+        "mask": _flat([s.mask for s in sequences], np.uint8),
+        "logprobs": _flat([s.logprobs for s in sequences], np.float32),
+        "lag": _flat([s.lag for s in sequences], np.int64),
+        "offsets": np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
+        "advantage": np.array([s.advantage for s in sequences], np.float64),
+        "temperature": np.array([s.temperature for s in sequences], np.float64),
+    }
+
+
+def _flat(parts: Sequence[npt.NDArray[Any]], dtype: type) -> npt.NDArray[Any]:
+    return np.concatenate(parts).astype(dtype) if parts else np.zeros(0, dtype)
+
+
+def token_table(sequences: Sequence[TrainSequence], trained: Arrays) -> pa.Table:
+    """One row per token of every sequence; `trained` has columns [N] over the trained tokens."""
+    batch = tensors(sequences)
+    lengths = np.diff(batch["offsets"])
+    index = np.repeat(np.arange(len(sequences)), lengths)
+    where = np.flatnonzero(batch["mask"])
+    columns: dict[str, Any] = {
+        "rollout_id": pa.array([s.rollout_id for s in sequences], pa.string()).take(index),
+        "attempt": np.array([s.attempt for s in sequences], np.int32)[index],
+        "tip": np.array([s.tip for s in sequences], np.int32)[index],
+        "pos": np.arange(len(index)) - batch["offsets"][index],
+        "token_id": batch["token_ids"],
+        "trained": batch["mask"] == 1,
+        "logprob": batch["logprobs"],
+        "lag": batch["lag"],
+    }
+    for name, values in trained.items():
+        full = np.zeros(len(index), values.dtype)
+        full[where] = values
+        columns[name] = pa.array(full, mask=batch["mask"] == 0)
+    return pa.table(columns)
+
+
+def dump(
+    folder: Path, step: int, sequences: Sequence[TrainSequence], trained: Arrays
+) -> tuple[Path, Path]:
+    """Write both files of a step into `folder`; returns their paths."""
+    from safetensors.numpy import save_file
+
+    folder.mkdir(parents=True, exist_ok=True)
+    names = [{"rollout_id": s.rollout_id, "attempt": s.attempt, "tip": s.tip} for s in sequences]
+    batch = folder / f"step-{step}.safetensors"
+    save_file(tensors(sequences), batch, metadata={"sequences": json.dumps(names)})
+    table = folder / f"step-{step}.parquet"
+    pq.write_table(token_table(sequences, trained), table)
+    return batch, table
+
+
+def per_rollout(
+    sequences: Sequence[TrainSequence], before: npt.NDArray[Any], recorded: Arrays, changed: Arrays
+) -> list[dict[str, Any]]:
+    """Both algorithms' effect on each rollout's tokens: advantage, mean weight, mean move.
+
+    A move is the change of log pi by the step; a weight is d loss / d log pi before it.
+    """
+    counts = [int(s.mask.sum()) for s in sequences]
+    ends = np.cumsum(counts)
+    out = []
+    for s, end, n in zip(sequences, ends, counts, strict=True):
+        own = slice(end - n, end)
+        if not n:
+            continue
+        row: dict[str, Any] = {"rollout_id": s.rollout_id, "tip": s.tip, "tokens": n}
+        for name, values in (("recorded", recorded), ("changed", changed)):
+            row[name] = {
+                "advantage": float(values["advantage"][own][0]),
+                "weight": float(values["weight"][own].mean()),
+                "move": float((values["after"][own] - before[own]).mean()),
+            }
+        out.append(row)
+    return out

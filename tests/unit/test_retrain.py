@@ -1,0 +1,156 @@
+"""What an offline run plans: whole groups that SQL chose, once per pass, in a seeded order."""
+
+import os
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import factories as make
+import forge
+import numpy as np
+import pytest
+
+from molt.replay.replay import compare
+from molt.replay.retrain import n_steps, passes_over
+from molt.replay.select import select
+from molt.replay.sources import Sources
+from molt.schemas.errors import ConfigError, LogCorrupt
+from molt.schemas.records import Ref
+from molt.store import Log
+
+REWARD = {"weights": {"score": 2.0}}
+
+
+@pytest.fixture(scope="module")
+def honest(tmp_path_factory: pytest.TempPathFactory) -> Log:
+    return forge.honest_log(tmp_path_factory.mktemp("honest") / "log")
+
+
+def chosen(log: Log, where: str, **reward: Any) -> dict[str, str]:
+    """rollout -> decision."""
+    rows = [r for g in select([log], where, reward or REWARD).groups for r in g]
+    return {r["rollout_id"]: r["decision"] for r in rows}
+
+
+def test_a_group_is_taken_whole(honest: Log) -> None:
+    """train-2 has rewards 4.0 and 0.0: the one that is left out stays in the baseline."""
+    assert chosen(honest, "reward = 4.0 and ordinal = 2") == {
+        "train-2/0": "train",
+        "train-2/1": "baseline_only",
+    }
+    assert len(chosen(honest, "true")) == 12
+    assert set(chosen(honest, "step = 3")) == {f"train-{k}/{i}" for k in (4, 5) for i in (0, 1)}
+
+
+def test_rows_are_addressed_and_digested_as_online(honest: Log) -> None:
+    online = {r["rollout_id"]: r for p in honest.records() if p.kind == "plan" for r in p.rows}
+    found = select([honest], "true", REWARD)
+    for row in (row for group in found.groups for row in group):
+        other = online[row["rollout_id"]]
+        assert row["reward"] == other["reward"]
+        assert row["chain_digest"] == other["chain_digest"]
+        for side in (row, other):
+            for ref in [*side["reward_refs"], *side["branches"][0]["refs"]]:
+                ref.pop("log")
+        assert row["branches"] == other["branches"]
+        assert row["reward_refs"] == other["reward_refs"]
+
+
+def test_the_newest_revision_and_the_turns_count(log: Log) -> None:
+    with log.writer(linger_s=60) as w:
+        w.append("prompts", make.prompt(0, n=3))
+        for i in range(3):
+            make.append_rollout(w, f"train-0/{i}", value=1.0)
+        w.append("rewards", make.reward("train-0/0", 5.0, revision=1))
+        w.append("rewards", make.reward("train-0/1", 0.5, segment=0, name="turn"))
+        w.append("rewards", make.reward("train-0/2", None, name="judge"))
+    rewards = {r["rollout_id"]: r["reward"] for r in select([log], "true", {}).groups[0]}
+    assert rewards == {"train-0/0": 5.0, "train-0/1": 1.0}, "train-0/2 cannot be scored"
+    (group,) = select([log], "true", {"sum_turns": True, "weights": {"turn": 10.0}}).groups
+    assert [r["reward"] for r in group] == [5.0, 6.0]
+    assert len(group[1]["reward_refs"]) == 2
+
+
+def test_the_digest_tells_every_choice_apart(honest: Log, tiny: Log) -> None:
+    found = [
+        select(logs, where, REWARD).digest
+        for logs in ([honest], [honest, tiny], [tiny, honest])
+        for where in ("true", "reward > 0")
+    ]
+    assert len(set(found)) == 6
+    assert select([honest], "true", REWARD).digest == found[0]
+    indices = {
+        ref["log"]
+        for g in select([honest, tiny], "true", REWARD).groups
+        for row in g
+        for b in row["branches"]
+        for ref in b["refs"]
+    }
+    assert indices == {1, 2}
+
+
+def test_wrong_conditions_are_the_users(honest: Log) -> None:
+    for where in ("nonsense = 1", "reward >", "reward > 99"):
+        with pytest.raises(ConfigError, match="where"):
+            select([honest], where, REWARD)
+
+
+def test_each_group_once_per_pass_in_a_seeded_order() -> None:
+    groups = [[{"group_id": f"train-{k}"}] for k in range(7)]
+    plan = passes_over(groups, 3, {"seed": 5}, lambda rows: rows)
+    assert n_steps(groups, 3, 2) == 6
+    taken = [[r["group_id"] for r in plan(step)[1]] for step in range(1, 7)]
+    assert [len(t) for t in taken] == [3, 3, 1, 3, 3, 1]
+    first, second = sum(taken[:3], []), sum(taken[3:], [])
+    assert sorted(first) == sorted(second) == [f"train-{k}" for k in range(7)]
+    assert first != second, "another order in every pass"
+    assert plan(4)[0] == {"seed": 5, "step": 4, "data_pass": 1}
+    assert [r["group_id"] for r in plan(2)[1]] == taken[1], "a function of the step"
+    other = passes_over(groups, 3, {"seed": 6}, lambda rows: rows)
+    assert [r["group_id"] for r in other(1)[1]] != taken[0]
+
+
+def test_addresses_into_other_logs(honest: Log, tmp_path: Path) -> None:
+    log = Log.create(tmp_path / "own")
+    path = os.path.relpath(honest.path, log.path)
+    listed = [{"log": 1, "run_id": "honest", "path": path}]
+    make.open_epoch(log, sources=listed)
+    plan = next(r for r in honest.records() if r.kind == "plan")
+    ref = {**plan.rows[0]["branches"][0]["refs"][0], "log": 1}
+    source = Sources(log, 1)
+    assert source.row(Ref(**ref))["rollout_id"] == "train-0/0"
+    assert source.stream(Ref(**ref)) == "segments"
+    assert source.bytes_read > 0 and len(source.commits) == 1
+    with pytest.raises(LogCorrupt, match="log 2, which epoch 1 does not list"):
+        source.row(Ref(**{**ref, "log": 2}))
+    make.open_epoch(log, sources=[{**listed[0], "run_id": "another"}])
+    with pytest.raises(LogCorrupt, match="is run honest; the plans were made from another"):
+        Sources(log, 2).row(Ref(**ref))
+
+
+def outcome(**more: Any) -> Any:
+    named = {"state_digest": "a" * 16, "loss": 0.5, "grad_norm": 1.5, "sketch": None, **more}
+    return SimpleNamespace(**named)
+
+
+def sketched(step: int, *values: float, **more: Any) -> dict[str, Any]:
+    rows = [{"name": "w", "values": [float(np.linalg.norm(values)), *values]}]
+    return make.step_row(1, step, state_digest="a" * 16, sketch=rows, **more)
+
+
+def test_bits_are_compared_unless_there_is_a_reason() -> None:
+    recorded = sketched(2, 3.0, 4.0)
+    assert compare(recorded, outcome())["ok"]
+    other = outcome(state_digest="b" * 16, sketch={"w": [5.0, 3.001, 4.0]})
+    assert not compare(recorded, other)["ok"]
+    before = sketched(1, 2.0, 4.0)
+    row = compare(recorded, other, "2 ranks were 1", before)
+    assert row["ok"] and not row["state_digest"]["equal"]
+    assert row["reason"] == "2 ranks were 1"
+    assert row["sketch"]["gap"] == pytest.approx(0.001)
+    far = outcome(state_digest="b" * 16, sketch={"w": [5.0, 3.2, 4.0]})
+    assert not compare(recorded, far, "2 ranks were 1", before)["ok"]
+    blind = compare(recorded, outcome(state_digest="b" * 16), "2 ranks were 1", before)
+    assert blind["ok"] and "no sketches" in blind["reason"]
+    lost = outcome(state_digest="b" * 16, loss=0.6)
+    assert not compare(recorded, lost, "2 ranks were 1", before)["ok"]
