@@ -47,6 +47,7 @@ class Cluster:
         self.n_restarts = 0
         self._watches: dict[int, asyncio.Task[None]] = {}
         self._restarts: dict[int, asyncio.Task[tuple[str, Any]]] = {}
+        self.routing: Any = None
 
     def start_ray(self) -> None:
         """A private local Ray; it dies with this process."""
@@ -78,7 +79,10 @@ class Cluster:
         import ray
 
         settings = EngineSettings(
-            **asdict(self.config.engine), model=self.model_folder, seed=self.config.run.seed
+            **asdict(self.config.engine),
+            model=self.model_folder,
+            seed=self.config.run.seed,
+            routing=self.config.train.routing != "off",
         )
         name = f"engine-{i}"
         engine = (
@@ -89,6 +93,7 @@ class Cluster:
         self.engines[i] = engine
         info: dict[str, Any] = await self.call(engine, "start")
         self.pids += info["child_pids"]
+        self.routing = info["routing"]
         self._watches[i] = asyncio.create_task(self._watch(i, engine))
         return info
 
@@ -195,6 +200,7 @@ class Cluster:
             self.model_folder,
             engines,
             self._output(f"worker-{i}"),
+            self.routing,
         )
         await self.call(self.workers[i], "ready")
 

@@ -123,6 +123,10 @@ class LimitsConfig:
     redo_gap: float = 0.05
     """Redo at other settings: distance from the recorded weights, relative to how far training
     moved them since the checkpoint."""
+    routing_mismatch: float = 0.3
+    """Share of a layer's, or of a sequence's, recorded experts that the trainer may not choose."""
+    routing_coverage: float = 0.9
+    """Share of a sequence's tokens whose experts must be recorded."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -250,6 +254,7 @@ def validate(config: Config) -> None:
         ("algo.mini_batches", algo.mini_batches, 1),
         ("algo.kl_coef", algo.kl_coef, 0),
         ("train.lr", train.lr, 0),
+        ("train.routing_sample_every", train.routing_sample_every, 1),
     ):
         if value < least:
             raise ConfigError(f"{key} is {value}; at least {least}")
@@ -258,6 +263,7 @@ def validate(config: Config) -> None:
         ("algo.advantage", algo.advantage, ESTIMATORS),
         ("algo.loss", algo.loss, LOSS_NAMES),
         ("algo.lag", algo.lag, POLICIES),
+        ("train.routing", train.routing, ("off", "replay", "freeze")),
         ("log.retire", config.log.retire or "all", ("checkpoint", "all", "none")),
     ):
         if name not in known:

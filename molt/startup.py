@@ -47,6 +47,7 @@ FREE_TO_CHANGE = (
         "engine.kv_cache_gib",
     ),
     *("checkpoint.", "limits.", "log.", "agent.workers", "agent.deadline_s", "train.world_size"),
+    "train.routing_sample_every",
 )
 """Settings that do not change what is learned; all others need `--accept-changes` on resume."""
 

@@ -39,6 +39,8 @@ class TrainSequence:
     advantage: float
     """The rollout's scalar from the plan."""
     temperature: float
+    chain: tuple[tuple[int, int], ...] = ()
+    """(segment, position behind its last token in this sequence), root first."""
 
 
 @dataclass(slots=True)
@@ -118,6 +120,7 @@ def _sequence(
     limit: int | None,
 ) -> TrainSequence:
     ids, masks, logprobs, lags = [], [], [], []
+    chain, n = [], 0
     for piece in branch.pieces:
         row = segments[piece.segment].row
         lag = token_lags(row, step)
@@ -131,6 +134,8 @@ def _sequence(
         masks.append(mask[: piece.end])
         logprobs.append(row["logprobs"][: piece.end])
         lags.append(lag[: piece.end])
+        n += piece.end
+        chain.append((piece.segment, n))
     mask = np.concatenate(masks)
     mask[0] = False  # the first token of a sequence has nothing before it to be predicted from
     return TrainSequence(
@@ -144,6 +149,7 @@ def _sequence(
         lag=np.concatenate(lags),
         advantage=plan_row["advantage"],
         temperature=_temperature(segments, branch),
+        chain=tuple(chain),
     )
 
 

@@ -7,6 +7,9 @@ once and must be the run that the epoch record names.
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
+import numpy.typing as npt
+
 from molt.schemas.columns import Row
 from molt.schemas.errors import LogCorrupt
 from molt.schemas.records import Ref
@@ -24,6 +27,8 @@ class RowSource(Protocol):
 
     def row(self, ref: Ref) -> dict[str, Any]: ...
     def stream(self, ref: Ref) -> str: ...
+    def routing_place(self, ref: Ref) -> tuple[int, int, int] | None: ...
+    def experts(self, ref: Ref, first: int, end: int) -> npt.NDArray[np.uint8]: ...
 
 
 class Sources:
@@ -74,6 +79,12 @@ class Sources:
                 self._streams.clear()
             self._streams[key] = self.log(ref.log).stream(ref)
         return self._streams[key]
+
+    def routing_place(self, ref: Ref) -> tuple[int, int, int] | None:
+        return self._reader(ref.log).routing_place(ref)
+
+    def experts(self, ref: Ref, first: int, end: int) -> npt.NDArray[np.uint8]:
+        return self._reader(ref.log).experts(ref, first, end)
 
     def _reader(self, index: int) -> RowReader:
         if index not in self._readers:

@@ -259,6 +259,33 @@ def check_routing_shape(row: Row, metadata: Mapping[str, str], n_chain: int | No
             f"{who}: positions {row['start']} to {row['start'] + row['n'] - 1} in a chain of "
             f"{n_chain} tokens"
         )
+    experts_NLK = np.frombuffer(row["experts"], dtype.newbyteorder("<")).reshape(-1, layers, top_k)
+    twice = repeated_expert(experts_NLK)
+    if twice is not None:
+        n, layer = twice
+        raise SegmentRejected(
+            f"{who}: position {row['start'] + n}, layer {layer}: experts "
+            f"{experts_NLK[n, layer].tolist()} are not distinct"
+        )
+
+
+def repeated_expert(experts_NLK: np.ndarray) -> tuple[int, int] | None:
+    """The first (row, layer) whose top-k choices name an expert twice; None if there is none."""
+    sorted_NLK = np.sort(experts_NLK, -1)
+    bad = np.argwhere((sorted_NLK[..., 1:] == sorted_NLK[..., :-1]).any(-1))
+    return (int(bad[0][0]), int(bad[0][1])) if len(bad) else None
+
+
+def repeated_rows(experts_NLK: np.ndarray) -> int:
+    """Length of the longest run of tokens with equal choices in all layers.
+
+    Legal, and suspicious when it is long: padding that was taken for routing looks like this.
+    """
+    if not len(experts_NLK):
+        return 0
+    changes = (experts_NLK[1:] != experts_NLK[:-1]).any((1, 2))
+    edges = np.flatnonzero(np.concatenate([[True], changes, [True]]))
+    return int(np.diff(edges).max())
 
 
 def routing_columns(experts_NLK: np.ndarray, n_experts: int) -> Row:

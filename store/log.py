@@ -123,6 +123,10 @@ class Log:
         """Columns of many rows without a Python object per row; see RowReader.table."""
         return self._rows.table(refs, columns)
 
+    def routing_place(self, ref: Ref) -> tuple[int, int, int] | None:
+        """(segment, start, n) of a routing row; None if the row is of another stream."""
+        return self._rows.routing_place(ref)
+
     def experts(self, ref: Ref, first: int, end: int) -> "npt.NDArray[np.uint8]":
         """[end - first, width] bytes of a routing row's positions; see RowReader.experts."""
         return self._rows.experts(ref, first, end)

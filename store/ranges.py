@@ -26,7 +26,7 @@ TAILS = (16 << 10, 1 << 20)
 def ranges_text(raw: bytes | bytearray, where: str) -> str:
     """The index of an encoded routing commit; the footer that it goes into lies behind the rows.
 
-    Row r is [start, n, file offset of `experts`, of `row_xxh3`, bytes per position].
+    Row r is [start, n, file offset of `experts`, of `row_xxh3`, bytes per position, segment].
     """
     source = pa.py_buffer(raw)
     table = pa.ipc.open_file(source).read_all()
@@ -38,8 +38,9 @@ def ranges_text(raw: bytes | bytearray, where: str) -> str:
         places.append(offsets * (8 if name == "row_xxh3" else 1) + items.address - source.address)
     counts = table.column("n").to_numpy()
     width = np.diff(places[0]) // counts
-    starts = table.column("start").to_numpy()
-    rows = np.stack([starts, counts, places[0][:-1], places[1][:-1], width], 1).tolist()
+    starts, segments = (table.column(name).to_numpy() for name in ("start", "segment"))
+    columns = [starts, counts, places[0][:-1], places[1][:-1], width, segments]
+    rows = np.stack(columns, 1).tolist()
     text = json.dumps({"where": where, "rows": rows}, separators=(",", ":"))
     return f"{MARK.decode()}{xxhash.xxh3_64_hexdigest(text.encode())}{text}"
 
@@ -52,17 +53,10 @@ def read_range(
     None if the commit has no index. Raises LogCorrupt for damage, LookupError for positions that
     the row does not hold, FileNotFoundError if the commit has left its file.
     """
-    text, n_read = _index(path)
-    if text is None:
+    found, n_read = _entry(path, where, row)
+    if found is None:
         return None
-    if xxhash.xxh3_64_hexdigest(text[DIGITS:]).encode() != text[:DIGITS]:
-        raise LogCorrupt(f"{where}: the index of its rows is damaged. Run `molt doctor`")
-    found = json.loads(text[DIGITS:])
-    if found["where"] != where:
-        raise LogCorrupt(f"{where}: the file says it is {found['where']}")
-    if not 0 <= row < len(found["rows"]):
-        raise LogCorrupt(f"{where}: it has {len(found['rows'])} rows, not {row + 1}")
-    start, n, experts, hashes, width = found["rows"][row]
+    start, n, experts, hashes, width, _ = found
     check_positions(where, start, n, first, end)
     skip, n = first - start, end - first
     data = STORE.read(path, experts + skip * width, n * width)
@@ -74,6 +68,28 @@ def read_range(
                 f"{where} row {row}: position {first + i} has another hash than its own"
             )
     return np.frombuffer(data, np.uint8).reshape(n, width), n_read + len(data) + len(recorded)
+
+
+def read_place(path: Path, where: str, row: int) -> tuple[int, int, int] | None:
+    """(segment, start, n) of a row, of which nothing else is read; None and errors as above."""
+    found, _ = _entry(path, where, row)
+    return None if found is None else (found[5], found[0], found[1])
+
+
+def _entry(path: Path, where: str, row: int) -> tuple[list[int] | None, int]:
+    """A row of the index, verified, and the bytes read for it."""
+    text, n_read = _index(path)
+    if text is None:
+        return None, n_read
+    if xxhash.xxh3_64_hexdigest(text[DIGITS:]).encode() != text[:DIGITS]:
+        raise LogCorrupt(f"{where}: the index of its rows is damaged. Run `molt doctor`")
+    found = json.loads(text[DIGITS:])
+    if found["where"] != where:
+        raise LogCorrupt(f"{where}: the file says it is {found['where']}")
+    if not 0 <= row < len(found["rows"]):
+        raise LogCorrupt(f"{where}: it has {len(found['rows'])} rows, not {row + 1}")
+    entry: list[int] = found["rows"][row]
+    return entry, n_read
 
 
 def _index(path: Path) -> tuple[bytes | None, int]:

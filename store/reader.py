@@ -3,6 +3,7 @@
 Nothing here repairs or skips: a commit is delivered whole or `LogCorrupt` says which one is not.
 """
 
+import contextlib
 import errno
 import re
 from collections import OrderedDict
@@ -21,7 +22,7 @@ from molt.schemas.records import Ref
 from molt.store.cold import ColdFile, cold_file, cold_files, read_cold, schema_of
 from molt.store.commit import Commit, decode
 from molt.store.files import STORE
-from molt.store.ranges import check_positions, read_range
+from molt.store.ranges import check_positions, read_place, read_range
 
 BUCKET = 1024
 """Commits of one writer per directory."""
@@ -307,6 +308,21 @@ class RowReader:
         while self._cached_bytes > self.cache_bytes_max and len(self._cache) > 1:
             self._cached_bytes -= self._cache.popitem(last=False)[1].nbytes
         return table
+
+    def routing_place(self, ref: Ref) -> tuple[int, int, int] | None:
+        """(segment, start, n) of a routing row, its experts unread; None for another stream's."""
+        file = find_commit(self.log, ref.writer, ref.seq)
+        if file.stream != "routing":
+            return None
+        found = None
+        if not file.cold:
+            where = f"{file.writer}/{file.seq}.{file.stream}"
+            with contextlib.suppress(FileNotFoundError):  # it has left its file since
+                found = read_place(file.path, where, ref.row)
+        if found is None:
+            row = self.row(ref)
+            found = (row["segment"], row["start"], row["n"])
+        return found
 
     def experts(self, ref: Ref, first: int, end: int) -> npt.NDArray[np.uint8]:
         """[end - first, width] bytes of a routing row: absolute positions `first` to `end` - 1.

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from molt.replay.assemble import TrainSequence
 from molt.schemas.check import ROOT_DIGEST, chain_digest, segment_digest
 from molt.schemas.records import Ref
 from molt.store import Log, Writer
@@ -330,3 +331,24 @@ def flip(path: Path, at: int, mask: int = 1) -> None:
 
 def ref(writer: str, seq: int, row: int) -> Ref:
     return Ref(writer=writer, seq=seq, row=row)
+
+
+def sequence(n: int, **more: Any) -> TrainSequence:
+    """A training sequence of `n` tokens, all but the first three trained."""
+    mask = np.arange(n) >= 3
+    return TrainSequence(
+        **{
+            "group_id": "train-0",
+            "rollout_id": "train-0/0",
+            "attempt": 0,
+            "tip": 0,
+            "token_ids": np.arange(n, dtype=np.int32),
+            "mask": mask,
+            "logprobs": np.zeros(n, np.float32),
+            "lag": np.zeros(n, np.int64),
+            "advantage": 1.0,
+            "temperature": 1.0,
+            "chain": ((0, n),),
+            **more,
+        }
+    )

@@ -19,6 +19,7 @@ import numpy as np
 
 from molt.process import reap, redirect_output
 from molt.rollout import vllm_calls
+from molt.rollout.routing import RoutingShape
 from molt.rollout.types import Completion, EngineSettings, join
 from molt.schemas.errors import (
     EngineError,
@@ -54,6 +55,7 @@ class Engine:
         self._whole = True  # False from the begin of a transfer until its success
         self._in_flight: dict[str, vllm_calls.Request] = {}
         self._probes = 0
+        self._routing: RoutingShape | None = None
         self._children: list[Any] = []
         self._death: asyncio.Task[None]
         self._log = log_path or "the output of its process"
@@ -63,7 +65,8 @@ class Engine:
     async def start(self) -> dict[str, Any]:
         """Load the model and start vLLM's processes; 10 to 25 s on two cores.
 
-        Returns pid, child_pids, max_model_len, vocab_size and seconds. Raises ConfigError for a
+        Returns pid, child_pids, max_model_len, vocab_size, seconds, and routing: the RoutingShape
+        of the experts that completions name, None if it captures none. Raises ConfigError for a
         folder without a model, EngineError for everything vLLM itself refuses.
         """
         started = time.perf_counter()
@@ -74,6 +77,8 @@ class Engine:
         others = psutil.Process().children(recursive=True)
         with self._mapped("start"):
             self._llm = vllm_calls.build(self._settings)
+            if self._settings.routing:
+                self._routing = await vllm_calls.capture_routing(self._llm)
         mine = psutil.Process().children(recursive=True)
         self._children = [c for c in mine if c not in others and not _is_tracker(c)]
         self._death = asyncio.create_task(self._watch())
@@ -83,14 +88,21 @@ class Engine:
             "child_pids": [child.pid for child in self._children],
             "max_model_len": config.max_model_len,
             "vocab_size": config.get_vocab_size(),
+            "routing": self._routing,
             "seconds": time.perf_counter() - started,
         }
 
     async def generate(
-        self, epoch: int, request_id: str, prompt_ids: list[int], sampling: Sampling
+        self,
+        epoch: int,
+        request_id: str,
+        prompt_ids: list[int],
+        sampling: Sampling,
+        routing_start: int = 0,
     ) -> Completion:
         """`pieces`, joined: one whole completion."""
-        return join([p async for p in self.pieces(epoch, request_id, prompt_ids, sampling)])
+        pieces = self.pieces(epoch, request_id, prompt_ids, sampling, routing_start=routing_start)
+        return join([piece async for piece in pieces])
 
     async def pieces(
         self,
@@ -100,12 +112,15 @@ class Engine:
         sampling: Sampling,
         every: int = 0,
         grammar: Any = None,
+        routing_start: int = 0,
     ) -> AsyncIterator[Completion]:
         """Sample one completion, handed out as it grows; waits while the engine is paused.
 
         A piece comes at every pause, after `every` new tokens (0 = never), and at the end; the
         last one, and no other, says how it ended. grammar: vLLM's StructuredOutputsParams.
         When the generator is closed the request is aborted.
+
+        `routing_start`: first position whose experts are wanted, if the engine captures them.
 
         Raises RequestRefused for a request that cannot be served (a prompt that leaves no room in
         the window, ids outside the vocabulary), EngineError if no weights were published yet or
@@ -114,7 +129,7 @@ class Engine:
         llm = await self._admit(epoch)
         room = self._check_request(epoch, request_id, prompt_ids)
         params = vllm_calls.sampling_params(
-            sampling, min(sampling.max_tokens, room), every, grammar
+            sampling, min(sampling.max_tokens, room), every, grammar, routing_start
         )
         with self._mapped(f"request {request_id}"):
             request = await self._add(llm, request_id, prompt_ids, params)
@@ -161,7 +176,12 @@ class Engine:
                     f"engine {self._id}, request {request_id}: {error}; correct the request"
                 ) from error
 
-        request = vllm_calls.Request(llm, await self._call(f"request {request_id}", add()))
+        request = vllm_calls.Request(
+            llm,
+            await self._call(f"request {request_id}", add()),
+            self._routing,
+            params.routed_experts_prompt_start,
+        )
         self._in_flight[request_id] = request
         if self._death.done():
             request.fail(self._died(f"request {request_id}"))

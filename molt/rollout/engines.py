@@ -35,6 +35,7 @@ class Generator(Protocol):
         sampling: Sampling,
         every: int = 0,
         grammar: Any = None,
+        routing_start: int = 0,
     ) -> AsyncGenerator[Completion, None]: ...
 
 
@@ -53,12 +54,13 @@ class RayEngine:
         sampling: Sampling,
         every: int = 0,
         grammar: Any = None,
+        routing_start: int = 0,
     ) -> AsyncGenerator[Completion, None]:
         """Raises what the engine raised; EngineError if its process is gone."""
         import ray
 
         stream = self.actor.pieces.options(num_returns="streaming").remote(
-            self.epoch, request_id, prompt_ids, sampling, every, grammar
+            self.epoch, request_id, prompt_ids, sampling, every, grammar, routing_start
         )
         ended = False
         try:

@@ -42,6 +42,9 @@ class Growing:
         self.token_ids: list[int] = []
         self.finish_reason, self.n_cached = "", 0
         self._parent, self._keep = placement.parent, placement.keep
+        parent = session.links.get(-1 if self._parent is None else self._parent)
+        self.routed_to = min(self._keep, parent.routed_to) if parent else 0
+        """First position of the chain whose experts are wanted: those before it are recorded."""
         self._context = np.asarray(placement.delta_ids, np.int32)
         self._messages: list[Any] = request.messages[placement.n_known :]
         self._logprobs: list[np.ndarray] = []
@@ -58,6 +61,8 @@ class Growing:
         self._waiting.append(piece)
         self.token_ids += piece.token_ids.tolist()
         self._logprobs.append(piece.logprobs)
+        for start, experts_NLK in piece.routing:
+            self.routed_to = start + len(experts_NLK)
         self._n_waiting += len(piece.token_ids)
         cut = piece.finish_reason == "partial" and self._n_waiting > 0
         if piece.finish_reason not in ("", "partial"):
@@ -99,6 +104,7 @@ class Growing:
             engine_id=engine_id,
             source_attempt=old["attempt"] if old else None,
             messages=self._messages,
+            routed_to=self.routed_to,
         )
         own = np.concatenate([self._context, done.token_ids])
         self.rows.append((number, own))

@@ -9,12 +9,13 @@ vLLM loads one of these classes by its qualified name in the EngineCore process.
 
 from typing import TYPE_CHECKING, Any
 
+from vllm.distributed.aux_output_connector.connector import AuxOutputSchedulerConnector
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.request_queue import create_request_queue
 from vllm.v1.core.sched.scheduler import Scheduler
 
-from molt.rollout.vllm_calls import PROBE_PREFIX
+from molt.rollout.vllm_calls import PROBE_PREFIX, ROUTING_KEY
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -67,7 +68,16 @@ class _Probing(Scheduler):
 
 
 class ProbeScheduler(_Probing):
-    """For platforms where vLLM schedules synchronously (CPU)."""
+    """For platforms where vLLM schedules synchronously (CPU).
+
+    vLLM refuses to return expert choices there for want of a worker that captures them;
+    `molt.rollout.routing` is one, and asks for the scheduler's half through `additional_config`.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if ROUTING_KEY in self.vllm_config.additional_config:
+            self.aux_output_connector = AuxOutputSchedulerConnector()
 
 
 class AsyncProbeScheduler(_Probing, AsyncScheduler):

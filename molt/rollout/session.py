@@ -22,6 +22,7 @@ from molt.agents.types import ChatReply, ChatRequest, Choice
 from molt.rollout.engines import EngineSource, Generator
 from molt.rollout.growing import Growing, make_segment
 from molt.rollout.resume import Recorded, Row, n_sampled, recorded_pieces
+from molt.rollout.routing import RoutingRuns, routing_rows
 from molt.rollout.types import Assignment, Completion, ended
 from molt.schemas.check import ROOT_DIGEST, chain_digest
 from molt.schemas.errors import (
@@ -63,6 +64,8 @@ class Desk:
     """Sampled tokens after which a segment is appended, finished or not."""
     parses: tuple[bool, bool] = (False, False)
     """Whether tool calls and whether reasoning are taken out of a reply's text."""
+    n_experts: int = 0
+    """Of the model, if the engines capture routing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,6 +78,8 @@ class Link:
     n_sampled: int
     digest: bytes
     role: str
+    routed_to: int
+    """Positions of the chain before this one have their experts in the log, as far as known."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -314,7 +319,9 @@ class Session:
             so_far = [*prompt_ids, *growing.token_ids]
             try:
                 with self.desk.engines.busy(engine):
-                    async for piece in engine.pieces(request_id, so_far, sampling, every, grammar):
+                    async for piece in engine.pieces(
+                        request_id, so_far, sampling, every, grammar, growing.routed_to
+                    ):
                         yield piece, engine.engine_id
             except (RequestRefused, Fenced):
                 raise
@@ -340,6 +347,7 @@ class Session:
     def append(self, **columns: Any) -> int:
         """Append a segment of this attempt; returns its number."""
         number, parent = len(self.links), columns["parent"]
+        routed_to: int = columns.pop("routed_to")
         segment = make_segment(
             self.a,
             number,
@@ -347,6 +355,8 @@ class Session:
             **columns,
         )
         self._tickets.append(self.desk.writer.append("segments", segment))
+        if self.a.purpose == "train" and segment.role == "agent":
+            self._append_routing(number, columns["done"].routing)
         self.links[number] = Link(
             parent=segment.parent,
             keep=segment.keep,
@@ -354,8 +364,19 @@ class Session:
             n_sampled=int(segment.sampled.sum()),
             digest=segment.digest,
             role=segment.role,
+            routed_to=routed_to,
         )
         return number
+
+    def _append_routing(self, segment: int, runs: RoutingRuns) -> None:
+        rows = routing_rows(
+            runs,
+            rollout_id=self.a.rollout_id,
+            attempt=self.a.attempt,
+            segment=segment,
+            n_experts=self.desk.n_experts,
+        )
+        self._tickets += [self.desk.writer.append("routing", row) for row in rows]
 
     # -- rewards and the end -------------------------------------------------------------------
 

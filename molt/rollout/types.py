@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from molt.rollout.routing import RoutingRuns, merge_runs
 from molt.schemas.records import Ref
 
 
@@ -37,6 +38,8 @@ class EngineSettings(EngineConfig):
     """Folder of a Hugging Face checkpoint, or a hub id that is already in the cache."""
     seed: int = 0
     """Of the process; single requests are not reproducible (see `Sampling`)."""
+    routing: bool = False
+    """Return the experts that served each token; the model must have experts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +58,9 @@ class Completion:
     paused, "" anywhere else."""
     stop_token: int | None
     """The token that ended it; None if a string, the length or an abort did."""
+    routing: RoutingRuns = ()
+    """Experts of the chain's positions from `routing_start` on, as far as they are known: not of
+    the last sampled token, which was not forwarded. Empty unless the engine captures routing."""
     n_cached: int = 0
     """Prompt tokens whose KV the engine had."""
 
@@ -75,6 +81,7 @@ def join(pieces: Sequence[Completion]) -> Completion:
         finish_reason=pieces[-1].finish_reason,
         stop_token=pieces[-1].stop_token,
         n_cached=pieces[0].n_cached,
+        routing=merge_runs([run for p in pieces for run in p.routing]),
     )
 
 

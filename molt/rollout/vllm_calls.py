@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from molt.rollout.routing import RoutingRuns, RoutingShape, completion_routing
 from molt.rollout.types import Completion, EngineSettings
 from molt.schemas.errors import ConfigError, EngineError
 from molt.schemas.records import Sampling, Version
@@ -23,6 +24,9 @@ if TYPE_CHECKING:
 
 PROBE_PREFIX = "probe-"
 """Ids of the requests that run while the engine is paused; see `molt.rollout.scheduler`."""
+
+ROUTING_KEY = "molt_routing"
+"""In vLLM's `additional_config`: the CPU scheduler passes expert choices on."""
 
 ManifestEntry = tuple[str, str, Sequence[int]]
 """Name, dtype ("float32") and shape of one checkpoint tensor."""
@@ -68,6 +72,11 @@ def build(settings: EngineSettings) -> "AsyncLLM":
     # On a CPU compiling takes a minute at every start and was not faster at this block size, the
     # smallest one, which lets the rollouts of a group share their short prompt.
     platform: dict[str, Any] = {"enforce_eager": True, "block_size": 32} if on_cpu else {}
+    if settings.routing and on_cpu:
+        platform["additional_config"] = {ROUTING_KEY: True}
+    elif settings.routing:
+        os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1"  # the only one that returns them
+        platform["enable_return_routed_experts"] = True
     scheduler = "ProbeScheduler" if on_cpu else "AsyncProbeScheduler"
     dtype: Any = settings.dtype
     backend = "molt_nccl" if settings.weight_transfer == "nccl" else settings.weight_transfer
@@ -90,7 +99,11 @@ def build(settings: EngineSettings) -> "AsyncLLM":
 
 
 def sampling_params(
-    sampling: Sampling, max_tokens: int, every: int = 0, grammar: Any = None
+    sampling: Sampling,
+    max_tokens: int,
+    every: int = 0,
+    grammar: Any = None,
+    routing_start: int = 0,
 ) -> "SamplingParams":
     """Every field that shapes the distribution is set, so no default of a model folder applies.
 
@@ -113,7 +126,16 @@ def sampling_params(
         stream_interval=every or None,
         structured_outputs=grammar,
         skip_clone=True,
+        routed_experts_prompt_start=routing_start,
     )
+
+
+async def capture_routing(llm: "AsyncLLM") -> RoutingShape:
+    """Let the workers capture expert choices; ConfigError for a model without experts."""
+    shapes = await llm.collective_rpc("molt_capture_routing")
+    if shapes[0] is None:
+        raise ConfigError("train.routing needs a model with experts; set train.routing = 'off'")
+    return RoutingShape(**(shapes[0] | {"layers": tuple(shapes[0]["layers"])}))
 
 
 def scoring_params() -> "SamplingParams":
@@ -146,8 +168,12 @@ class Request:
     its record of the request, which knows at which token each label began.
     """
 
-    def __init__(self, llm: "AsyncLLM", queue: Any) -> None:
+    def __init__(
+        self, llm: "AsyncLLM", queue: Any, routing: RoutingShape | None = None, start: int = 0
+    ) -> None:
+        """routing: of the experts that vLLM returns, whose first row is position `start`."""
         self.queue, self.cut = queue, False
+        self._routing, self._routed, self._chunks = routing, start, 0
         self._states = llm.output_processor.request_states
         self._state = self._states.get(queue.request_id)
         self._taken = 0
@@ -195,7 +221,21 @@ class Request:
             finish_reason=last.finish_reason if last else "partial" if self.cut else "",
             stop_token=int(ids[-1]) if by_token else None,
             n_cached=n_cached or 0,
+            routing=self._take_routing(last),
         )
+
+    def _take_routing(self, last: Any) -> RoutingRuns:
+        """The rows that came since the last call; vLLM keeps them in the chunks they came in."""
+        if self._routing is None:
+            return ()
+        chunks = self._state.routed_experts_chunks[self._chunks :] if self._state else []
+        if self._state is None and last.routed_experts is not None:
+            chunks = [last.routed_experts]
+        if not chunks:
+            return ()
+        rows, start = np.concatenate(chunks), self._routed
+        self._chunks, self._routed = self._chunks + len(chunks), start + len(rows)
+        return completion_routing(rows, start, self._routing)
 
 
 def version_runs(

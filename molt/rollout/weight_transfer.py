@@ -7,8 +7,8 @@ and they leave no stale copy of a weight behind. On CPU vLLM 0.32 keeps packed c
 its matrix kernels and forgets two of them on a reload, silently: the tied lm_head's (the layer gets
 no tensor of its own, so it is not processed again) and those of the experts of an MoE layer.
 
-Setting the environment variable MOLT_FAULT=stale_tied_head disables the first of the two repairs;
-it exists for the test that the start-up self-test notices such an engine.
+Setting the environment variable MOLT_FAULT=stale_tied_head or stale_experts disables one of the two
+repairs; it exists for the tests that the start-up self-test notices such an engine.
 """
 
 import multiprocessing
@@ -35,8 +35,11 @@ from vllm.model_executor.model_loader.reload import (
 )
 
 from molt.digests import combine, tensor_digest
+from molt.rollout.routing import RoutingCapture
 from molt.rollout.sender import broadcast, join_gloo, join_nccl, open_store
 
+LOAD_BYTES = 256 << 20
+"""Received tensors are loaded when they are this many."""
 _ORPHAN_POLL_S = 0.5
 _ORPHAN_WATCH = "molt-orphan-watch"
 
@@ -86,7 +89,7 @@ class HashingEngine(WeightTransferEngine[TransferInit, TransferUpdate]):
             method = getattr(module, "quant_method", None)
             if isinstance(method, UnquantizedFusedMoEMethod) and method.moe_kernel is not None:
                 self._moe_kernels.append((method, method.moe_kernel))
-                if self.device.type == "cpu":
+                if self.device.type == "cpu" and _fault() != "stale_experts":
                     method.moe_kernel = None  # its absence makes vLLM pack the experts again
         initialize_layerwise_reload(self.model)
 
@@ -101,15 +104,22 @@ class HashingEngine(WeightTransferEngine[TransferInit, TransferUpdate]):
             raise
 
     def receive_weights(self, update_info: TransferUpdate) -> None:
-        """Broadcast, hash and load, one tensor at a time; memory stays within one layer."""
+        """Broadcast, hash and load; memory stays within one layer and `LOAD_BYTES`.
+
+        Loading goes in batches: vLLM walks its table of all experts once per call.
+        """
         if self._group is None:
             raise RuntimeError("weight transfer: the group was not formed (init_transfer)")
         model: Any = self.model
-        digests, total = [], 0
+        digests, total, batch, batch_bytes = [], 0, [], 0
         for name, tensor in self._stream(update_info):
             digests.append(tensor_digest(name, tensor))
-            total += tensor.nbytes
-            model.load_weights([(name, tensor)])
+            total, batch_bytes = total + tensor.nbytes, batch_bytes + tensor.nbytes
+            batch.append((name, tensor))
+            if batch_bytes >= LOAD_BYTES:
+                model.load_weights(batch)
+                batch, batch_bytes = [], 0
+        model.load_weights(batch)
         self.received = {"digest": combine(digests), "bytes": total}
 
     def _stream(self, info: TransferUpdate) -> Iterator[tuple[str, torch.Tensor]]:
@@ -125,7 +135,7 @@ class HashingEngine(WeightTransferEngine[TransferInit, TransferUpdate]):
         for method, kernel in self._moe_kernels:
             if method.moe_kernel is None:  # no expert of this layer was in the update
                 method.moe_kernel = kernel
-        if self.device.type == "cpu" and os.environ.get("MOLT_FAULT") != "stale_tied_head":
+        if self.device.type == "cpu" and _fault() != "stale_tied_head":
             for module in self.model.modules():
                 if isinstance(module, ParallelLMHead):
                     module.quant_method.process_weights_after_loading(module)
@@ -147,7 +157,7 @@ class NcclEngine(HashingEngine):
     _join = staticmethod(join_nccl)
 
 
-class WorkerExtension:
+class WorkerExtension(RoutingCapture):
     """Mixed into every vLLM worker; its methods are reached through `collective_rpc`."""
 
     weight_transfer_engine: HashingEngine
@@ -155,6 +165,10 @@ class WorkerExtension:
     def molt_received(self) -> dict[str, Any] | None:
         """`HashingEngine.received` of this worker."""
         return self.weight_transfer_engine.received
+
+
+def _fault() -> str | None:
+    return os.environ.get("MOLT_FAULT")
 
 
 def register() -> None:

@@ -30,6 +30,7 @@ from molt.process import redirect_output
 from molt.rollout.engines import EngineSource, Generator, RayEngine
 from molt.rollout.growing import make_segment
 from molt.rollout.resume import Recorded
+from molt.rollout.routing import RoutingShape
 from molt.rollout.session import Desk, Session
 from molt.rollout.types import Assignment, Completion, join
 from molt.schemas.check import ROOT_DIGEST
@@ -60,7 +61,9 @@ class RolloutWorker:
         tokenizer_folder: str,
         engines: Sequence[Generator],
         output: str | None = None,
+        routing: RoutingShape | None = None,
     ) -> None:
+        """routing: of the experts that the engines capture; None if they capture none."""
         if output is not None:
             redirect_output(output)
         from transformers import AutoTokenizer
@@ -68,7 +71,11 @@ class RolloutWorker:
         self.config = config
         self.agent = resolve(config.agent.env, "agent.env")
         self.log = Log.open(log_path)
-        self.writer = self.log.writer(epoch, linger_s=config.log.linger_s)
+        self.writer = self.log.writer(
+            epoch,
+            linger_s=config.log.linger_s,
+            routing=routing.metadata() if routing else None,
+        )
         tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
         renderer = Renderer(tokenizer)
         tools, thoughts, _ = choose_parsers(
@@ -87,6 +94,7 @@ class RolloutWorker:
             window=config.engine.max_model_len,
             partial_tokens=config.agent.partial_tokens,
             parses=(tools is not None, thoughts is not None),
+            n_experts=routing.n_experts if routing else 0,
         )
         self.sessions: dict[str, Session] = {}
         """Rollouts that are being played, by bearer token: what the server looks them up in."""

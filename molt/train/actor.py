@@ -13,6 +13,7 @@ from molt.rollout.sender import WeightSender
 from molt.schemas.errors import MoltError
 from molt.store import Log
 from molt.store.control import read_record
+from molt.train.recorded import RoutingReader
 from molt.train.trainer import StepResult, Trainer, TrainerSettings
 
 
@@ -53,11 +54,15 @@ class TrainerActor(Trainer):
         """Execute the plan of control record `number`: one step."""
         plan = read_record(self.log.path, number)
         sequences: list[TrainSequence] | Exception
+        recorded = None
         try:
-            sequences = share(assemble(self.sources(plan.epoch), plan), *self._share)
+            source = self.sources(plan.epoch)
+            sequences = share(assemble(source, plan), *self._share)
+            if self.routing is not None:
+                recorded = RoutingReader(source, **self.routing.shape).of_plan(plan, sequences)
         except (MoltError, OSError) as error:
             sequences = error  # all ranks must learn of it before any of them starts the forward
-        return self.execute(plan.header["step"], sequences)
+        return self.execute(plan.header["step"], sequences, recorded)
 
     def open_sender(self, backend: str, n_receivers: int) -> tuple[str, int]:
         """Rank 0: choose a port; the engines join at the returned address."""

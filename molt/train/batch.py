@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from molt.schemas.errors import TrainerError
-from molt.train.packing import Wanted
+from molt.train.packing import Recorded, Wanted
 
 if TYPE_CHECKING:
     from molt.replay.assemble import TrainSequence
@@ -40,10 +40,17 @@ class Batch:
         return [self.wanted[index] for index in sequences], flat
 
 
-def make_batch(sequences: Sequence["TrainSequence"]) -> Batch:
-    """Check and flatten; raises TrainerError naming the rollout that cannot be trained on."""
-    kept = [_checked(sequence) for sequence in sequences]
-    kept = [sequence for sequence in kept if sequence.mask.any()]
+def make_batch(
+    sequences: Sequence["TrainSequence"], recorded: Sequence[Recorded] | None = None
+) -> Batch:
+    """Check and flatten; raises TrainerError naming the rollout that cannot be trained on.
+
+    `recorded`: the expert choices of each sequence, if they are to be replayed or compared.
+    """
+    routings: Sequence[Recorded | None] = recorded or [None] * len(sequences)
+    pairs = zip(map(_checked, sequences), routings, strict=True)
+    both = [(sequence, routing) for sequence, routing in pairs if sequence.mask.any()]
+    kept = [sequence for sequence, _ in both]
     counts = [int(sequence.mask.sum()) for sequence in kept]
     return Batch(
         wanted=[
@@ -51,8 +58,9 @@ def make_batch(sequences: Sequence["TrainSequence"]) -> Batch:
                 token_ids=sequence.token_ids,
                 targets=np.flatnonzero(sequence.mask),
                 temperature=sequence.temperature,
+                recorded=routing,
             )
-            for sequence in kept
+            for sequence, routing in both
         ],
         rollout_ids=[sequence.rollout_id for sequence in kept],
         sequence_N=np.repeat(np.arange(len(kept)), counts),

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from molt.schemas.errors import TrainerError
 from molt.train.algo import LossInputs, LossOptions
 from molt.train.batch import Batch
+from molt.train.routing import RoutingTally
 
 
 class Tally:
@@ -32,6 +33,7 @@ class Tally:
         self.grad_norm = 0.0
         self.updates = 0
         self.packed_tokens = 0
+        self.routing: RoutingTally | None = None
         names = ("prepare", "forward", "backward", "optimizer", "digest")
         self.seconds = dict.fromkeys(names, 0.0)
 

@@ -27,6 +27,7 @@ from torch.distributed.fsdp import (
 from molt.cpu import automodel_on_cpu
 from molt.schemas.errors import ConfigError, TrainerError
 from molt.train.packing import Row
+from molt.train.routing import gates
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _WRAPPER = "_checkpoint_wrapped_module."
@@ -47,6 +48,8 @@ class ModelOptions:
     cpu_offload: bool = False
     reshard_after_forward: bool = False
     """True frees gathered layers between forward and backward: less memory, more gathers"""
+    routing: str = "off"
+    """"freeze" keeps routers as they are: no gradient, no refit"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,9 +65,9 @@ class ShardedModel:
     options: ModelOptions
 
     def parameters(self) -> dict[str, nn.Parameter]:
-        """By clean name, tied ones once."""
+        """The trained ones by clean name, tied ones once."""
         named = self.module.named_parameters()
-        return {name.replace(_WRAPPER, ""): parameter for name, parameter in named}
+        return {name.replace(_WRAPPER, ""): p for name, p in named if p.requires_grad}
 
     def begin_backward(self, *, is_last: bool) -> None:
         """Reduce gradients and free gathered parameters only on the last backward of an update."""
@@ -133,28 +136,34 @@ class ShardedModel:
         return logprobs_N
 
     def export(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """(checkpoint name, full tensor in the compute dtype), tied tensors once. Collective."""
+        """(checkpoint name, full tensor in the compute dtype), tied tensors once. Collective.
+
+        One tensor of the model is gathered at a time, as few bytes as the engine gets; all experts
+        of a layer's projection are one tensor, whichever ranks hold them.
+        """
         for name, tensor in self._exported():
-            full = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-            for hf_name, value in self._to_checkpoint_names(name, full):
-                yield hf_name, self._to_engine_dtype(value)
+            shards = self._to_engine_dtype(tensor)
+            full = shards.full_tensor() if hasattr(shards, "full_tensor") else shards
+            yield from self._to_checkpoint_names(name, full)
 
     def manifest(self) -> list[tuple[str, str, tuple[int, ...]]]:
         """(name, dtype, shape) of what `export` yields, in its order, without moving data."""
         rows = []
         for name, tensor in self._exported():
             empty = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-            for hf_name, value in self._to_checkpoint_names(name, empty):
-                dtype = str(self._to_engine_dtype(value).dtype).removeprefix("torch.")
-                rows.append((hf_name, dtype, tuple(value.shape)))
+            for hf_name, value in self._to_checkpoint_names(name, self._to_engine_dtype(empty)):
+                rows.append((hf_name, str(value.dtype).removeprefix("torch."), tuple(value.shape)))
         return rows
 
     def _exported(self) -> Iterator[tuple[str, torch.Tensor]]:
         state = self.module.state_dict()
-        unique = dict(self.module.named_parameters()) | dict(self.module.named_buffers())
+        unique = self.parameters().keys() | {
+            name.replace(_WRAPPER, "") for name, _ in self.module.named_buffers()
+        }
         for name, tensor in state.items():
-            if name in unique or name.replace(_WRAPPER, "") in unique:
-                yield name.replace(_WRAPPER, ""), tensor
+            clean = name.replace(_WRAPPER, "")
+            if clean in unique:
+                yield clean, tensor
 
     def _to_checkpoint_names(
         self, name: str, tensor: torch.Tensor
@@ -191,6 +200,9 @@ def build(options: ModelOptions, world_size: int) -> ShardedModel:
         _shard_alone(module, options, device, precision, offload)
     if options.tp_size > 1:
         _keep_embedding_gradient(module)
+    if options.routing == "freeze":
+        for _, gate in gates(module):
+            gate.requires_grad_(False)
     module.train()
     return ShardedModel(
         module=module,
@@ -244,6 +256,7 @@ def _load(
     try:
         module = NeMoAutoModelForCausalLM.from_pretrained(
             options.model,
+            **_backend(options.model),
             dtype="float32",
             attn_implementation="sdpa",
             use_liger_kernel=False,
@@ -255,6 +268,20 @@ def _load(
             "a tokenizer and safetensors, or a hub id that this machine can reach"
         ) from error
     return module, setup.mesh_context
+
+
+def _backend(model: str) -> dict[str, Any]:
+    """On CPU, AutoModel's own MoE classes need to be told to use plain torch."""
+    from nemo_automodel.components.models.common import BackendConfig
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(model)
+    names = ("num_experts", "num_local_experts", "n_routed_experts")
+    has_experts = any(getattr(config, name, 0) for name in names)
+    if torch.cuda.is_available() or not has_experts:
+        return {}
+    plain = {"attn": "sdpa", "linear": "torch", "rms_norm": "torch", "experts": "torch"}
+    return {"backend": BackendConfig(**plain, dispatcher="torch", rope_fusion=False)}
 
 
 def _keep_embedding_gradient(module: nn.Module) -> None:

@@ -22,6 +22,16 @@ import numpy as np
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Recorded:
+    """Which experts served the tokens that are fed to the model; L layers, K choices per token."""
+
+    experts_TLK: np.ndarray
+    """uint8 or uint16; 0 where unknown"""
+    known_T: np.ndarray
+    """bool"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Wanted:
     """One sequence and the tokens whose logprob is wanted."""
 
@@ -31,6 +41,8 @@ class Wanted:
     """int64, ascending indices into token_ids, all >= 1; not empty"""
     temperature: float
     """the logits are divided by it"""
+    recorded: Recorded | None = None
+    """experts of the tokens before the last target"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +62,10 @@ class Row:
     target_ids_N: np.ndarray
     slot_N: np.ndarray
     """int64, where the target stands among all targets of the batch (sequence by sequence)"""
+    sequence_T: np.ndarray
+    """int64, the first of the packed sequences that a token belongs to"""
+    recorded: Recorded | None = None
+    """experts of the row's tokens"""
 
 
 def predictors(targets: np.ndarray) -> np.ndarray:
@@ -69,6 +85,7 @@ def idle_row() -> Row:
         logits_N=none,
         target_ids_N=none,
         slot_N=none,
+        sequence_T=zero,
     )
 
 
@@ -85,7 +102,10 @@ def pack(items: Sequence[Wanted], *, max_tokens: int, share: bool = True) -> lis
     rows: list[list[tuple[int, int]]] = []
     n_tokens = 0
     for before, index in zip([None, *order], order, strict=False):
-        shared = common_prefix(inputs[before], inputs[index]) if share and before is not None else 0
+        shared = 0
+        if share and before is not None:
+            shared = common_prefix(inputs[before], inputs[index])
+            shared = _routed_alike(items[before].recorded, items[index].recorded, shared)
         n_new = len(inputs[index]) - shared
         if rows and share and n_tokens + n_new <= max_tokens:
             rows[-1].append((index, shared))
@@ -103,6 +123,14 @@ def common_prefix(a: np.ndarray, b: np.ndarray) -> int:
     return int(differing[0]) if len(differing) else n
 
 
+def _routed_alike(a: Recorded | None, b: "Recorded | None", n: int) -> int:
+    """How many of `n` common tokens also have the same recorded experts: others are not shared."""
+    if a is None or b is None:
+        return n
+    alike = (a.experts_TLK[:n] == b.experts_TLK[:n]).all((1, 2)) & (a.known_T[:n] == b.known_T[:n])
+    return n if alike.all() else int(alike.argmin())
+
+
 def _row(
     members: list[tuple[int, int]],
     inputs: list[np.ndarray],
@@ -115,12 +143,17 @@ def _row(
     ids_T = np.zeros(n_tokens, np.int64)
     mask_TT = None if is_chain else np.zeros((n_tokens, n_tokens), bool)
     depth_T, path, end = np.zeros(n_tokens, np.int64), np.zeros(0, np.int64), 0
+    sequence_T, experts, known = np.zeros(n_tokens, np.int64), [], []
     predictor_N, temperature_N, target_N, slot_N = [], [], [], []
     for index, shared in members:
         item, begin = items[index], end
         end = begin + len(inputs[index]) - shared
         ids_T[begin:end] = inputs[index][shared:]
         depth_T[begin:end] = np.arange(shared, len(inputs[index]))
+        sequence_T[begin:end] = index
+        if item.recorded is not None:
+            experts.append(item.recorded.experts_TLK[shared:])
+            known.append(item.recorded.known_T[shared:])
         if mask_TT is not None:
             mask_TT[begin:end, path[:shared]] = True
             mask_TT[begin:end, begin:end] = np.tri(end - begin, dtype=bool)
@@ -140,4 +173,10 @@ def _row(
         logits_N=logits_N.reshape(-1),
         target_ids_N=np.concatenate(target_N),
         slot_N=np.concatenate(slot_N),
+        sequence_T=sequence_T,
+        recorded=(
+            Recorded(experts_TLK=np.concatenate(experts), known_T=np.concatenate(known))
+            if experts
+            else None
+        ),
     )

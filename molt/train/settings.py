@@ -39,6 +39,11 @@ class TrainConfig:
     threads: int = 2
     sketch: bool = True
     """Record norms and projections of every tensor, so that redo can compare other settings."""
+    routing: str = "off"
+    """For models with experts: "replay" trains with the experts that the engine took, "freeze"
+    leaves the routers out of training and refit, "off" records nothing."""
+    routing_sample_every: int = 8
+    """Steps between comparisons of the logprob gap with and without replay."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,6 +84,9 @@ class TrainerSettings(TrainConfig, AlgoConfig):
     model: str
     """Folder or hub id."""
     seed: int
+    routing_mismatch: float = 0.3
+    routing_coverage: float = 0.9
+    """Of `[limits]`: what is refused of recorded experts before an update is made."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,4 +112,10 @@ class StepResult:
 def trainer_settings(config: "Config", model_folder: str) -> TrainerSettings:
     """What a run's configuration means for its trainer; the same online, in redo and in replay."""
     chosen = asdict(config.train) | asdict(config.algo)
-    return TrainerSettings(**chosen, model=model_folder, seed=config.run.seed)
+    return TrainerSettings(
+        **chosen,
+        model=model_folder,
+        seed=config.run.seed,
+        routing_mismatch=config.limits.routing_mismatch,
+        routing_coverage=config.limits.routing_coverage,
+    )

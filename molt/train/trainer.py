@@ -8,6 +8,7 @@ choice comes from H(seed, step, rank); on any error before an update the weights
 Suffix: N trained tokens of this rank.
 """
 
+import contextlib
 import hashlib
 import time
 from collections.abc import Iterator, Sequence
@@ -28,7 +29,8 @@ from molt.train.batch import Batch, make_batch, mini_batches
 from molt.train.digest import local_shard, shard_offset, sketch, state_digest
 from molt.train.metrics import Tally
 from molt.train.model import ModelOptions, ShardedModel, build
-from molt.train.packing import Row, Wanted, idle_row, pack
+from molt.train.packing import Recorded, Row, Wanted, idle_row, pack
+from molt.train.routing import RoutingReplay, RoutingTally
 from molt.train.settings import ENVIRONMENT, StepResult, TrainerSettings
 
 if TYPE_CHECKING:
@@ -61,6 +63,7 @@ class Trainer:
         self.rank = rank
         self.world_size = world_size
         self._init_method = init_method
+        self.routing: RoutingReplay | None = None
         self._step = torch.zeros((), dtype=torch.int64)
         self._kl_coef = torch.tensor(settings.kl_coef, dtype=torch.float64)
         self._saved: dict[str, torch.Tensor] = {}
@@ -89,6 +92,13 @@ class Trainer:
         )
         options = {name: getattr(self.settings, name) for name in ModelOptions.__slots__}
         self.model: ShardedModel = build(ModelOptions(**options), self.world_size)
+        if self.settings.routing != "off":
+            self.routing = RoutingReplay(
+                self.model.module,
+                self.settings.routing,
+                mismatch_max=self.settings.routing_mismatch,
+                coverage_min=self.settings.routing_coverage,
+            )
         self.parameters = self.model.parameters()
         self.optimizer = torch.optim.AdamW(
             list(self.parameters.values()),
@@ -133,8 +143,14 @@ class Trainer:
 
     # -- one plan --------------------------------------------------------------------------------
 
-    def execute(self, step: int, sequences: "Sequence[TrainSequence] | Exception") -> StepResult:
-        """Run one plan: prepare, losses, updates. Collective; every rank passes its own sequences.
+    def execute(
+        self,
+        step: int,
+        sequences: "Sequence[TrainSequence] | Exception",
+        recorded: Sequence[Recorded] | None = None,
+    ) -> StepResult:
+        """Run one plan: prepare, losses, updates. Collective; every rank passes its own sequences
+        and, unless `routing` is "off", the recorded experts of each.
 
         A rank that could not read its rows passes the exception instead: all ranks then raise.
         Raises TrainerError for such a rank, for bad sequences, and for a loss or gradient that is
@@ -142,9 +158,11 @@ class Trainer:
         """
         started = time.perf_counter()
         self._begin_step(step)
-        batch = self._agree(step, sequences)
+        batch = self._agree(step, sequences, recorded)
         n_global = self._count(len(batch.sequence_N))
         tally = Tally(batch)
+        if self.routing is not None:
+            tally.routing = RoutingTally(len(self.routing.routers))
         kl_coef = float(self._kl_coef)
         if n_global:
             self._train(step, batch, tally)
@@ -155,6 +173,9 @@ class Trainer:
         found = self.sketch() if self.settings.sketch else None
         tally.seconds["digest"] = time.perf_counter() - digest_started
         seconds = time.perf_counter() - started
+        routing = {}
+        if self.routing is not None and tally.routing is not None:
+            routing = {"routing": self.routing.metrics(batch, tally.prepared_N, tally.routing)}
         return StepResult(
             updates=tally.updates,
             loss=tally.loss / max(tally.updates, 1),
@@ -167,6 +188,7 @@ class Trainer:
                 "kl": tally.kl,
                 "kl_coef": kl_coef,
                 **metrics.policy_gaps(batch, tally.prepared_N, self.settings.is_cap),
+                **routing,
                 "empty_steps": int(n_global == 0),
                 "tokens": n_global,
                 "packed_tokens": self._count(tally.packed_tokens),
@@ -271,12 +293,19 @@ class Trainer:
         torch.manual_seed(seed)
         self._rng = np.random.default_rng(seed)
 
-    def _agree(self, step: int, sequences: "Sequence[TrainSequence] | Exception") -> Batch:
+    def _agree(
+        self,
+        step: int,
+        sequences: "Sequence[TrainSequence] | Exception",
+        recorded: Sequence[Recorded] | None,
+    ) -> Batch:
         """Check this rank's rows, then ask whether every rank's are good, before any forward."""
         error, batch = sequences if isinstance(sequences, Exception) else None, make_batch([])
         if error is None:
             try:
-                batch = make_batch(sequences)  # type: ignore[arg-type]
+                batch = make_batch(sequences, recorded)  # type: ignore[arg-type]
+                if self.routing is not None:
+                    self.routing.check_coverage(batch)
             except TrainerError as found:
                 error = found
         n_bad = int(self._reduce(1 if error else 0, dist.ReduceOp.SUM))
@@ -291,8 +320,12 @@ class Trainer:
         passes, parts = self.settings.update_passes, self.settings.mini_batches
         n, started = len(batch.sequence_N), time.perf_counter()
         tally.is_single = passes * parts == 1
+        if tally.routing is not None and (step - 1) % self.settings.routing_sample_every == 0:
+            row = self._pack(batch.wanted)[0]
+            tally.routing.live = (row.slot_N, self._forward([row], n)[row.slot_N])
         if not tally.is_single:
-            tally.prepared_N = self._forward(self._pack(batch.wanted), n)
+            tally.prepared_N = self._forward(self._pack(batch.wanted), n, batch, tally)
+            self._check_routing(step, tally)
             metrics.check_offset(step, batch, tally.prepared_N)
         if self._reference:
             current = self._snapshot()
@@ -317,6 +350,7 @@ class Trainer:
             slot_N = torch.from_numpy(row.slot_N)
             loss_N[slot_N] = self._backward(batch, row, flat[row.slot_N], n_global, tally)
         if tally.is_single:
+            self._check_routing(step, tally)
             metrics.check_offset(step, batch, tally.prepared_N)
         started = time.perf_counter()
         tally.grad_norm = self.model.clip_gradients(self.settings.grad_clip)
@@ -335,9 +369,17 @@ class Trainer:
         self, batch: Batch, row: Row, flat_N: np.ndarray, n_global: int, tally: Tally
     ) -> torch.Tensor:
         """Forward and backward of one row; returns its detached token losses [N of the row]."""
+        with self._replaying(row):
+            return self._replayed_backward(batch, row, flat_N, n_global, tally)
+
+    def _replayed_backward(
+        self, batch: Batch, row: Row, flat_N: np.ndarray, n_global: int, tally: Tally
+    ) -> torch.Tensor:
         started = time.perf_counter()
         device = self.model.device
         new_N = self.model.logprobs(row)
+        if tally.is_single:
+            self._observe(batch, row, tally)
         if tally.is_single:
             tally.prepared_N[flat_N] = new_N.detach().cpu()
         old_N = new_N.detach() if tally.is_single else tally.prepared_N[flat_N].to(device)
@@ -376,13 +418,38 @@ class Trainer:
         return rows + [idle_row()] * (n_rows - len(rows))
 
     @torch.no_grad()
-    def _forward(self, rows: list[Row], n: int) -> torch.Tensor:
-        """Logprobs of all targets of `rows` without gradient, float32 [n] on the CPU."""
+    def _forward(
+        self, rows: list[Row], n: int, batch: Batch | None = None, tally: Tally | None = None
+    ) -> torch.Tensor:
+        """Logprobs of all targets of `rows` without gradient, float32 [n] on the CPU.
+
+        With `batch` and `tally` under the recorded routing, otherwise under the live one.
+        """
         out_N = torch.zeros(n)
         for row in rows:
-            out_N[torch.from_numpy(row.slot_N)] = self.model.logprobs(row).cpu()
+            with self._replaying(row if tally else None):
+                out_N[torch.from_numpy(row.slot_N)] = self.model.logprobs(row).cpu()
+                if batch is not None and tally is not None:
+                    self._observe(batch, row, tally)
         self.model.reshard()
         return out_N
+
+    def _replaying(self, row: Row | None) -> contextlib.AbstractContextManager[None]:
+        if self.routing is None or row is None:
+            return contextlib.nullcontext()
+        return self.routing.row(row)
+
+    def _observe(self, batch: Batch, row: Row, tally: Tally) -> None:
+        if self.routing is not None and tally.routing is not None:
+            self.routing.observe(row, batch.rollout_ids, tally.routing)
+
+    def _check_routing(self, step: int, tally: Tally) -> None:
+        if self.routing is not None and tally.routing is not None:
+            try:
+                self.routing.check(step, tally.routing)
+            except TrainerError:
+                self.optimizer.zero_grad(set_to_none=True)
+                raise
 
     def _adapt_kl(self, tally: Tally, n_rollouts: int) -> None:
         """Measure the step's KL; move the coefficient towards the target (Ziegler et al. 2019)."""

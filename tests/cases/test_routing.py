@@ -4,11 +4,15 @@ import factories as make
 import numpy as np
 import pytest
 
+from molt.rollout.routing import RoutingShape, completion_routing, routing_rows
 from molt.schemas.check import routing_columns
 from molt.schemas.errors import SegmentRejected
+from molt.schemas.records import to_row
 from molt.schemas.streams import expert_dtype, routing_metadata
 from molt.store import Log
 from molt.store.sql import run_sql
+from molt.train.packing import Recorded
+from molt.train.recorded import RoutingReader
 
 
 def known_positions(log: Log) -> dict[int, int]:
@@ -98,3 +102,63 @@ def test_p28_an_id_above_the_declared_count_is_refused_at_append(log: Log) -> No
         row = {"rollout_id": "train-0/0", "attempt": 0, "segment": 0, "start": 0}
         with pytest.raises(SegmentRejected, match="expert 7 in a run of 4 experts"):
             w.append("routing", row | routing_columns(np.array([[[0, 7]]]), 8))
+
+
+def test_p26_and_the_trainer_sees_what_each_turn_knew(log: Log) -> None:
+    """The same five and four tokens through capture and reader: only the last one is unknown."""
+    case = make.load_case("P26")
+    given, expected = case["given"], case["expected"]
+    turn1, turn2, cut = given["turn1_tokens"], given["turn2_tokens"], given["truncate_to"]
+    shape = RoutingShape(layers=tuple(range(given["layers"])), top_k=given["top_k"], n_experts=8)
+    rng = np.random.default_rng(0)
+    rows = rng.random((turn2 - 1, given["layers"], 8)).argsort(-1)[..., : given["top_k"]]
+    first = given["turn1_rows"]
+    returned = {0: (0, rows[:first]), 1: (first, rows[first : given["turn2_rows"]])}
+    refs = []
+    with log.writer(linger_s=60, routing=shape.metadata()) as w:
+        for segment, (start, found) in returned.items():
+            runs = completion_routing(found.astype(np.int16), start, shape)
+            who = {"rollout_id": "train-0/0", "attempt": 0, "segment": segment, "n_experts": 8}
+            tickets = [w.append("routing", row) for row in routing_rows(runs, **who)]
+            w.flush()
+            refs += [to_row(t.result()) for t in tickets]
+    reader = RoutingReader(log, layers=given["layers"], top_k=given["top_k"], n_experts=8)
+
+    def read(n: int, chain: tuple[tuple[int, int], ...], refs: list) -> Recorded:
+        """All positions before a target that stands behind the last token."""
+        found = make.sequence(n + 1, mask=np.arange(n + 1) == n, chain=chain, tip=chain[-1][0])
+        return reader.of(found, refs)
+
+    def missing(found: Recorded) -> list[int]:
+        return np.flatnonzero(~found.known_T).tolist()
+
+    after1 = read(turn1, ((0, turn1),), refs[:1])
+    assert len(after1.known_T) == expected["after_turn1"]["rows"]
+    assert missing(after1) == expected["after_turn1"]["missing"]
+    after2 = read(turn2, ((0, turn1), (1, turn2)), refs)
+    assert len(after2.known_T) == expected["after_turn2"]["rows"]
+    assert missing(after2) == expected["after_turn2"]["missing"]
+    assert (after2.experts_TLK[:-1] == rows).all()
+    truncated = read(cut, ((0, turn1), (1, cut)), refs)
+    assert len(truncated.known_T) == expected["after_truncate"]["rows"] and not missing(truncated)
+
+
+def test_p28_capture_and_reader_keep_every_id(log: Log) -> None:
+    case = make.load_case("P28")
+    given = case["given"]
+    for i, (n_experts, largest) in enumerate(
+        zip(given["num_experts"], given["id"][:3], strict=True)
+    ):
+        shape = RoutingShape(layers=(0,), top_k=2, n_experts=n_experts)
+        runs = completion_routing(np.array([[[0, largest]], [[largest, 1]]], np.int16), 0, shape)
+        who = {"rollout_id": f"train-0/{i}", "attempt": 0, "segment": 0, "n_experts": n_experts}
+        with log.writer(linger_s=60, routing=shape.metadata()) as w:
+            (ticket,) = [w.append("routing", row) for row in routing_rows(runs, **who)]
+        reader = RoutingReader(log, layers=1, top_k=2, n_experts=n_experts)
+        own = make.sequence(3, rollout_id=f"train-0/{i}", mask=np.arange(3) == 2)
+        found = reader.of(own, [to_row(ticket.result())])
+        assert found.experts_TLK.dtype == case["expected"]["dtype"][i]
+        assert found.experts_TLK.tolist() == [[[0, largest]], [[largest, 1]]]
+    over = ((0, np.array([[[0, given["id"][3]]]])),)
+    with pytest.raises(SegmentRejected, match="expert ids 0 to 300 in a run of 256 experts"):
+        routing_rows(over, rollout_id="train-0/0", attempt=0, segment=0, n_experts=256)

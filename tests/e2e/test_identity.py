@@ -30,6 +30,7 @@ class Recording:
 
     rig: Rig
     engine_id: str = "engine-0"
+    routing: None = None
     seen: dict[str, tuple[list[int], Completion]] = field(default_factory=dict)
 
     async def pieces(

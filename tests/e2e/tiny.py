@@ -10,37 +10,13 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaConfig, LlamaForCausalLM
 
+from molt.recipes.moe import VOCAB_SIZE, byte_tokenizer
 from molt.rollout.engine import Engine, EngineSettings
 from molt.rollout.sender import WeightSender
 
 T = TypeVar("T")
-
-VOCAB_SIZE = 320
-"""256 bytes, three special tokens, padded to a multiple of 64."""
-
-CHATML = (
-    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}"
-    "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
-
-
-def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """One token per byte of UTF-8, ChatML, eos = `<|im_end|>`."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE({char: i for i, char in enumerate(alphabet)}, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    special = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
-    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in special])
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        eos_token="<|im_end|>",
-        pad_token="<|endoftext|>",
-        chat_template=CHATML,
-    )
 
 
 def tiny_tied_llama(folder: str | Path, seed: int = 0) -> str:
@@ -105,7 +81,7 @@ class Rig:
         """Nothing runs before `start()`."""
         self.epoch, self.runner = epoch, asyncio.Runner()
         self.engine = Engine(
-            "e0", EngineSettings(model=folder, kv_cache_gib=0.125, **settings), epoch, None
+            "e0", EngineSettings(model=folder, **{"kv_cache_gib": 0.125, **settings}), epoch, None
         )
         self.sender: WeightSender | None = None
 
@@ -136,7 +112,7 @@ class Rig:
         self.sender = sender = WeightSender("gloo", 2)
         self.run(both())
 
-    async def publish(self, model: LlamaForCausalLM, version: int) -> tuple[dict, dict]:
+    async def publish(self, model: Any, version: int) -> tuple[dict, dict]:
         """One refit of a paused engine; returns what was sent and what was received."""
         assert self.sender is not None
         named = list(model.named_parameters())
