@@ -100,17 +100,6 @@ def replace(final: Path, data: bytes) -> None:
     fsync_dir(final.parent)
 
 
-def remove(paths: Iterable[Path]) -> None:
-    """Delete files whose rows are durable elsewhere, or retired; those already gone are fine."""
-    folders = set()
-    for path in paths:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(path)
-        folders.add(path.parent)
-    for folder in sorted(folders):
-        fsync_dir(folder)
-
-
 def _write_durable(path: Path, data: bytes | bytearray) -> None:
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     try:
@@ -149,24 +138,19 @@ def _link(temp: Path, final: Path, data: bytes | bytearray) -> None:
     raise NameTaken(errno.EEXIST, f"{final} exists with other content")
 
 
-def names(folder: Path, start: str = "") -> list[str]:
-    """A fresh listing from `start` on without dot-files, sorted; a missing folder is empty."""
-    try:
-        with os.scandir(folder) as entries:
-            return sorted(e.name for e in entries if not e.name.startswith(".") and e.name >= start)
-    except FileNotFoundError:
-        return []
-
-
 class Posix:
     """Any file system with link() and fsync(); see this module's docstring."""
-
-    delete = staticmethod(remove)
-    list = staticmethod(names)
 
     def put(self, key: Path, data: bytes | bytearray) -> None:
         make_dirs(key.parent)
         publish(key, data)
+
+    def list(self, folder: Path, start: str = "") -> list[str]:
+        try:
+            with os.scandir(folder) as found:
+                return sorted(e.name for e in found if e.name[0] != "." and e.name >= start)
+        except FileNotFoundError:
+            return []
 
     def read(self, key: Path, start: int = 0, n: int = -1) -> bytes:
         with open(key, "rb") as f:
@@ -178,5 +162,15 @@ class Posix:
         stat = os.stat(key)
         return stat.st_ino, stat.st_size, stat.st_mtime_ns
 
+    def delete(self, keys: Iterable[Path]) -> None:
+        folders = set()
+        for key in keys:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(key)
+            folders.add(key.parent)
+        for folder in sorted(folders):
+            fsync_dir(folder)
+
 
 STORE: Backend = Posix()
+names = STORE.list
