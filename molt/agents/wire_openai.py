@@ -84,7 +84,7 @@ def _message(i: int, message: Any) -> dict[str, Any]:
     role = "system" if message["role"] == "developer" else message["role"]
     out = {"role": role, "content": text_of(where, message.get("content"), role)}
     for key, value in message.items():
-        if value is None or key in ("role", "content"):
+        if value is None or value == [] or key in ("role", "content"):
             continue
         if key == "reasoning":  # the other name of the same thing
             key = "reasoning_content"

@@ -171,6 +171,11 @@ def test_structured_output_and_thinking_on_both_wires() -> None:
     assert off == {"enable_thinking": False}
 
 
+def test_empty_parts_of_a_message_are_no_parts() -> None:
+    empty = {"role": "assistant", "content": "x", "tool_calls": [], "refusal": None}
+    assert openai(messages=[*USER, empty]).messages[1] == {"role": "assistant", "content": "x"}
+
+
 def test_limits_stops_retries_and_keys() -> None:
     both = openai(max_tokens=5, max_completion_tokens=7, stop="a", n=3)
     assert (both.max_tokens, both.stop, both.n) == (7, ("a",), 3)
