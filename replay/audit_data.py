@@ -61,6 +61,8 @@ class Seen:
     n_tokens: int
     n_sampled: int
     digest: bytes
+    counts: bool
+    """False for a side model's: recorded, and no part of what the outcome names."""
 
 
 @dataclass(slots=True)
@@ -184,9 +186,9 @@ class DataPass:
         else:
             self._verify(attempt, row)
         self._check_versions(attempt, row)
-        attempt.segments.setdefault(
-            row["segment"], Seen(row["parent"], row["keep"], n_own, n_sampled, row["digest"])
-        )
+        counts = row["role"] == "agent" or row["group_id"].startswith("judge-")
+        seen = Seen(row["parent"], row["keep"], n_own, n_sampled, row["digest"], counts)
+        attempt.segments.setdefault(row["segment"], seen)
         self._close(who)
 
     def _verify(self, attempt: Attempt, row: Row) -> None:
@@ -236,15 +238,16 @@ class DataPass:
         """Compare an outcome with its segments, once all that it names were read."""
         attempt = self.attempts[who]
         outcome = attempt.outcome
-        if outcome is None or len(attempt.segments) < outcome["n_segments"]:
+        if outcome is None or attempt.later:
             return
-        if attempt.later:
+        if sum(s.counts for s in attempt.segments.values()) < outcome["n_segments"]:
             return
         del self.attempts[who]
         self._outcome(who, attempt, outcome)
 
     def _outcome(self, who: Who, attempt: Attempt, outcome: Row) -> None:
-        segments, named = attempt.segments, {"rollout": who[0]}
+        segments = {k: s for k, s in attempt.segments.items() if s.counts}
+        named = {"rollout": who[0]}
         n = len(segments)
         self.report.differ("I6", f"{who[0]}: segments", outcome["n_segments"], n, **named)
         if all(s.parent is None or s.parent in segments for s in segments.values()):
