@@ -51,8 +51,10 @@ def to_record(commit: Commit) -> Record:
     )
 
 
-def control_numbers(log: Path) -> list[int]:
-    return [int(m[1]) for name in STORE.list(log / CONTROL_DIR) if (m := NAME.fullmatch(name))]
+def control_numbers(log: Path, start: int = 0) -> list[int]:
+    """Numbers of the records that are there, from `start` on, ascending."""
+    names = STORE.list(log / CONTROL_DIR, f"{start:010d}")
+    return [int(m[1]) for name in names if (m := NAME.fullmatch(name))]
 
 
 def read_record(log: Path, n: int) -> Record:
@@ -66,7 +68,7 @@ def read_control_commit(log: Path, n: int) -> Commit:
 
 def read_records(log: Path, start: int = 0) -> list[Record]:
     """All records from number `start` on. A hole is LogGap: something removed a decision."""
-    numbers = [n for n in control_numbers(log) if n >= start]
+    numbers = control_numbers(log, start)
     for i, n in enumerate(numbers):
         if n != start + i:
             raise LogGap(f"control record {start + i} is missing, {n} is there; run `molt doctor`")

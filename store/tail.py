@@ -127,7 +127,9 @@ class Tail:
 
     def _still_visible(self, commits: list[Commit]) -> list[Commit]:
         """Without what an epoch that opened during this poll did not list: hidden for ever."""
-        numbers = [n for n in control_numbers(self.log) if n >= self.next_n]
+        if not commits:
+            return commits
+        numbers = control_numbers(self.log, self.next_n)
         opened = [r for n in numbers if (r := read_record(self.log, n)).kind == "epoch"]
         if not opened:
             return commits
@@ -136,9 +138,8 @@ class Tail:
         return [c for c in commits if (last := limits[c.writer]) is None or c.seq <= last]
 
     def _poll_control(self) -> list[Record]:
-        numbers = [n for n in control_numbers(self.log) if n >= self.next_n]
         fresh = []
-        for n in numbers:
+        for n in control_numbers(self.log, self.next_n):
             if n != self.next_n:
                 break
             fresh.append(read_record(self.log, n))
