@@ -46,7 +46,8 @@ with value as (
 )
 select r.group_id, r.rollout_id, r.attempt, r.status, r.reason, r.n_segments, r.seconds,
        purpose, ordinal, dataset, case when unscorable then null else reward end as reward,
-       n_sampled, n_tokens, version_min, version_max, trained.step, advantage, r.run_id
+       n_sampled, n_tokens, version_min, version_max, trained.step, advantage, r.run_id,
+       r.chain_digest
 from (select * from rollouts where status <> 'pending') r
 left join issued using (group_id)
 left join scored using (rollout_id, attempt)
@@ -114,7 +115,10 @@ def _of_log(log: Log, index: int, where: str, reward: Mapping[str, Any]) -> list
     groups: dict[str, list[Row]] = defaultdict(list)
     for row in rows:
         who = (row["rollout_id"], row["attempt"])
-        groups[row["group_id"]].append(_plan_row(index, row, chains.get(who), refs.get(who, [])))
+        segments, routing = chains.get(who, ({}, []))
+        if _is_whole(row, segments):
+            made = _plan_row(index, row, segments, routing, refs.get(who, []))
+            groups[row["group_id"]].append(made)
     return [g for g in groups.values() if any(r["decision"] == "train" for r in g)]
 
 
@@ -162,10 +166,17 @@ def _reward_refs(con: duckdb.DuckDBPyConnection, turns: bool) -> dict[tuple[str,
     return found
 
 
+def _is_whole(row: Row, segments: dict[int, Any]) -> bool:
+    """True if the segments are those of the outcome; online such a rollout is excluded, too."""
+    if any(s.parent is not None and s.parent not in segments for s in segments.values()):
+        return False
+    own = chain_digest([segments[t].digest for t in tips(segments)])
+    return bool(own == row["chain_digest"])
+
+
 def _plan_row(
-    index: int, row: Row, chain: tuple[dict[int, Any], list[Row]] | None, rewards: list[Row]
+    index: int, row: Row, segments: dict[int, Any], routing: list[Row], rewards: list[Row]
 ) -> Row:
-    segments, routing = chain or ({}, [])
     trains = bool(row["ok"]) and any(s.n_train for s in segments.values())
     return {
         "group_id": row["group_id"],
@@ -187,7 +198,7 @@ def _plan_row(
         "advantage": 0.0,
         "lag_max": None,
         "decision": "train" if trains else "baseline_only",
-        "chain_digest": chain_digest([segments[t].digest for t in tips(segments)]),
+        "chain_digest": row["chain_digest"],
     }
 
 

@@ -93,7 +93,8 @@ def play(w: Writer, model: LlamaForCausalLM, who: str, k: int, shift: int) -> No
     w.append("segments", child)
     w.append("rewards", make.reward(who, sum(t < 128 for t in first + second) / 14))
     counts = {"sampled": 14, "context": 7, "regenerated": 0}
-    w.append("rollouts", make.rollout(who, digests=[child["digest"]], n_segments=2, counts=counts))
+    tips = [root["digest"], child["digest"]] if keep < 13 else [child["digest"]]
+    w.append("rollouts", make.rollout(who, digests=tips, n_segments=2, counts=counts))
     w.flush()
 
 

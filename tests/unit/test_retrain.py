@@ -89,6 +89,18 @@ def test_the_digest_tells_every_choice_apart(honest: Log, tiny: Log) -> None:
     assert indices == {1, 2}
 
 
+def test_a_rollout_that_contradicts_its_outcome_is_left_out(log: Log) -> None:
+    with log.writer(linger_s=60) as w:
+        w.append("prompts", make.prompt(0, n=3))
+        for i in range(2):
+            make.append_rollout(w, f"train-0/{i}", value=float(i))
+        row = make.segment(rollout_id="train-0/2")
+        w.append("segments", row)
+        w.append("rewards", make.reward("train-0/2", 1.0))
+        w.append("rollouts", make.rollout("train-0/2", digests=[bytes(32)]))
+    assert set(chosen(log, "true")) == {"train-0/0", "train-0/1"}
+
+
 def test_wrong_conditions_are_the_users(honest: Log) -> None:
     for where in ("nonsense = 1", "reward >", "reward > 99"):
         with pytest.raises(ConfigError, match="where"):
