@@ -219,12 +219,11 @@ def test_turns_and_pieces_go_on_where_the_last_row_ended(
 def test_stale_experts_show_in_the_probe(
     folder: str, pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """vLLM's own behaviour on CPU: the digests agree, and the old experts go on computing."""
+    """vLLM's own behaviour on CPU: the digests agree, and the experts compute something else."""
     monkeypatch.setenv("MOLT_FAULT", "stale_experts")
     stale = Pair(make_rig(folder), pair.trainer)
     try:
-        stale.publish()
-        assert stale.gap() < 1e-4
+        assert stale.gap() < 1e-4  # as loaded from the same folder
         pair.trainer.perturb(0.05, seed=1)
         sent, received = stale.publish()
         assert sent["digest"] == received["digest"]
