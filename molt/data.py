@@ -8,6 +8,7 @@ import importlib
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -20,6 +21,8 @@ from molt.store.control import Record
 
 Prompt = dict[str, Any]
 MIX_BLOCK = 1024
+PASS_MAX = 1_000_000
+"""Prompts in one pass of a function; an endless one would fill the memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,12 +169,17 @@ def _python(what: str, name: str, module: str, attribute: str) -> Any:
 
 def _called(what: str, function: Callable[..., Any], *args: int) -> list[Prompt]:
     try:
-        prompts = list(function(*args))
+        prompts = list(islice(function(*args), PASS_MAX + 1))
     except Exception as error:
         call = f"{function.__name__}({', '.join(['seed'] * len(args))})"
         raise ConfigError(f"{what}: {call} raised {type(error).__name__}: {error}") from error
     if not prompts:
         raise ConfigError(f"{what} gave no prompts")
+    if len(prompts) > PASS_MAX:
+        raise ConfigError(
+            f"{what} gave more than {PASS_MAX} prompts for one pass; end it, it is called again "
+            "with another seed for the next pass"
+        )
     return [_checked(what, prompt) for prompt in prompts]
 
 

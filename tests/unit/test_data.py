@@ -142,3 +142,14 @@ def test_a_damaged_file_is_named(tmp_path: Path) -> None:
         (tmp_path / name).write_text('{"q": 1}\n{"q": \n')
         with pytest.raises(ConfigError, match=rf"{name}' cannot be read"):
             Prompts(DataConfig(train=str(tmp_path / name)), 0)
+
+
+def endless(seed: int) -> Any:
+    while True:
+        yield {"seed": seed}
+
+
+def test_an_endless_pass_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("molt.data.PASS_MAX", 100)
+    with pytest.raises(ConfigError, match="more than 100 prompts for one pass"):
+        Prompts(DataConfig(train="test_data:endless"), 0)
