@@ -118,7 +118,7 @@ def steps() -> None:
 
     with tempfile.TemporaryDirectory() as folder:
         model = save_qwen3_moe(Path(folder) / "model")
-        options = {"threads": 2, "microbatch_tokens": 1024, "routing_mismatch": 1.0}
+        options = {"threads": 2, "microbatch_tokens": 1024, "routing_mismatch": 1.0, "lr": 0.0}
         trainer = moe.started(moe.settings(model, routing_sample_every=10**6, **options))
         sequences, recorded = moe.plan(trainer, 1, groups=16, members=4)
         routing = trainer.routing

@@ -181,6 +181,7 @@ def test_turns_and_pieces_go_on_where_the_last_row_ended(
     pair: Pair, log: Log, tmp_path: Path, folder: str
 ) -> None:
     """Three turns in segments of seven tokens, with pauses: each position has one row."""
+    log.control.put("policy", [make.policy(1, pair.version)])
     (tmp_path / "config.toml").write_text(CONFIG.format(model=folder, log=log.path))
     changes = ["agent.env=players:Talks", "agent.partial_tokens=7", "engine.max_model_len=448"]
     config = load_config(tmp_path / "config.toml", [*changes, "sampling.max_tokens=40"])
