@@ -12,6 +12,7 @@ from molt.checkpoints import sweep
 from molt.cluster import Cluster
 from molt.config import Config, difference, to_dict
 from molt.model import folder_digests, resolve_model
+from molt.offline import recorded_config
 from molt.process import packages
 from molt.publish import PROBE_PROMPTS, PROBE_TOKENS, Gap, Probe
 from molt.recovery import Start, cut, open_fold
@@ -136,6 +137,12 @@ def open_log(config: Config, model_folder: str, start: Start, screen: Screen) ->
     return log, record.epoch
 
 
+def changes(old: dict[str, Any], config: Config) -> dict[str, Any]:
+    """Keys that differ from an epoch record; one that it does not know had today's default."""
+    before, after = (json.loads(canonical_json(to_dict(c))) for c in (recorded_config(old), config))
+    return difference(before, after)
+
+
 def _compare(
     old: dict[str, Any],
     config: Config,
@@ -143,7 +150,7 @@ def _compare(
     accept_changes: bool,
     screen: Screen,
 ) -> None:
-    changed = difference(json.loads(old["config"]), json.loads(canonical_json(to_dict(config))))
+    changed = changes(old, config)
     for key, (before, after) in changed.items():
         screen.say(f"configuration changed: {key} = {before!r} -> {after!r}")
     if old["digests"]["model"] != digests["model"]:

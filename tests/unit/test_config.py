@@ -9,6 +9,8 @@ from molt.config import LOSS_NAMES, difference, load, refuse_secrets, secret, to
 from molt.data import Prompts
 from molt.model import resolve_model
 from molt.schemas.errors import ConfigError
+from molt.schemas.text import canonical_json
+from molt.startup import changes
 
 DEMO = Path(__file__).parents[2] / "molt" / "recipes" / "demo.toml"
 
@@ -124,3 +126,14 @@ def test_secrets_are_references_and_resolved_only_at_use(tmp_path: Path, monkeyp
     with pytest.raises(ConfigError, match="environment variable 'JUDGE_KEY' is not set"):
         secret(reference)
     refuse_secrets({"max_tokens": "5", "tokenizer": "x", "auth_token": {"env": "A"}})
+
+
+def test_a_key_younger_than_the_log_had_its_default() -> None:
+    tree = to_dict(load(DEMO))
+    del tree["train"]["routing"]
+    old = {"config": canonical_json(tree)}
+    assert changes(old, load(DEMO)) == {}
+    assert changes(old, load(DEMO, ["train.routing=replay", "train.lr=1"])) == {
+        "train.lr": (2e-5, 1.0),
+        "train.routing": ("off", "replay"),
+    }
