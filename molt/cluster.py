@@ -20,6 +20,7 @@ from molt.rollout.engine import Engine
 from molt.rollout.types import EngineSettings
 from molt.rollout.worker import RayEngine, RolloutWorker
 from molt.schemas.errors import EngineError, MoltError, TrainerError, WorkerDied
+from molt.store.appender import Appender
 from molt.train.settings import ENVIRONMENT, trainer_settings
 
 REQUESTS_AT_ONCE = 4096
@@ -48,6 +49,7 @@ class Cluster:
         self._watches: dict[int, asyncio.Task[None]] = {}
         self._restarts: dict[int, asyncio.Task[tuple[str, Any]]] = {}
         self.routing: Any = None
+        self.appender: Appender | None = None
 
     def start_ray(self) -> None:
         """A private local Ray; it dies with this process."""
@@ -185,6 +187,11 @@ class Cluster:
         return info
 
     async def start_workers(self) -> None:
+        if self.config.log.appender:
+            routing = self.routing.metadata() if self.routing else None
+            self.appender = await asyncio.to_thread(
+                Appender, self.log_path, self.epoch, linger_s=0.0, routing=routing
+            )
         await asyncio.gather(*(self.start_worker(i) for i in range(len(self.workers))))
 
     async def start_worker(self, i: int) -> None:
@@ -201,6 +208,7 @@ class Cluster:
             engines,
             self._output(f"worker-{i}"),
             self.routing,
+            self.appender.address if self.appender else None,
         )
         await self.call(self.workers[i], "ready")
 
@@ -257,5 +265,8 @@ class Cluster:
                 with contextlib.suppress(Exception):
                     async with asyncio.timeout(20):
                         await getattr(actor, method).remote()
+        if self.appender is not None:
+            with contextlib.suppress(Exception):
+                await asyncio.to_thread(self.appender.close)
         ray.shutdown()
         await asyncio.to_thread(reap, find(self.pids))

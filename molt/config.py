@@ -133,6 +133,8 @@ class LimitsConfig:
 class LogConfig:
     linger_s: float = 0.5
     """Group commit: how long a row may wait for company (0.5 s local disks, 5 s shared ones)."""
+    appender: bool = False
+    """One process of each host commits for all its workers: fewer and larger commits."""
     retire: str | None = None
     """Let tokens go that no kept checkpoint and no reader needs; the word says what of routing
     stays: "checkpoint" (what redo needs), "all" or "none"."""

@@ -10,6 +10,7 @@ import asyncio
 import inspect
 import json
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, cast
 
 from molt.agents.capture import Capture
@@ -62,8 +63,10 @@ class RolloutWorker:
         engines: Sequence[Generator],
         output: str | None = None,
         routing: RoutingShape | None = None,
+        appender: Path | None = None,
     ) -> None:
-        """routing: of the experts that the engines capture; None if they capture none."""
+        """routing: of the experts that the engines capture; None if they capture none. appender:
+        address of the process that commits for the workers of this host; None = this one does."""
         if output is not None:
             redirect_output(output)
         from transformers import AutoTokenizer
@@ -73,6 +76,7 @@ class RolloutWorker:
         self.log = Log.open(log_path)
         self.writer = self.log.writer(
             epoch,
+            appender=appender,
             linger_s=config.log.linger_s,
             routing=routing.metadata() if routing else None,
         )

@@ -224,7 +224,6 @@ def test_stale_experts_show_in_the_probe(
     monkeypatch.setenv("MOLT_FAULT", "stale_experts")
     stale = Pair(make_rig(folder), pair.trainer)
     try:
-        assert stale.gap() < 1e-4  # as loaded from the same folder
         pair.trainer.perturb(0.05, seed=1)
         sent, received = stale.publish()
         assert sent["digest"] == received["digest"]

@@ -59,6 +59,7 @@ def test_killed_with_broken_prompts_then_resumed(
         *("data.train=tasks:broken_prompts", "run.steps=6", "checkpoint.best=reward"),
         *("checkpoint.every=4", "agent.deadline_s=10", "algo.kl_coef=0.01", "algo.kl_target=0.1"),
         *("algo.update_passes=2", "algo.mini_batches=2"),
+        *("agent.workers=2", "log.appender=true"),
     )
     first = Train(tmp_path, model, *broken)
     started.append(first)
