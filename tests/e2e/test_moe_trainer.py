@@ -268,7 +268,6 @@ def alone(processes: ProcessPoolExecutor, folder: Path, shared: Trainer) -> dict
         (1, {"activation_checkpointing": True, "microbatch_tokens": 1000}),
         (2, {}),
         (2, {"ep_size": 2}),
-        (2, {"ep_size": 2, "activation_checkpointing": True}),
     ],
 )
 def test_every_layout_makes_the_same_step(
