@@ -44,7 +44,8 @@ def test_killed_and_resumed_with_routing(tmp_path: Path, started: list[Train]) -
     routing = [json.loads(s["metrics"])["routing"] for s in steps]
     assert all(r["coverage"] == 1.0 for r in routing)
     assert routing[0]["mismatch"] == 0.0 and routing[0]["gap_live"] < 1e-4
-    assert all(0.0 < r["mismatch_max"] < 0.8 for r in routing[2:])  # the lag's, not an error's
+    # What differs is the lag's, not an error's; a step of fresh tokens alone has none.
+    assert 0.0 < max(r["mismatch_max"] for r in routing) < 0.8
     lags = sql(log, "select distinct lag from lag order by lag")
     assert [r["lag"] for r in lags] == [0, 1]
     assert sql(log, "select max(probe_gap) as gap from policies")[0]["gap"] < 1e-4

@@ -166,7 +166,7 @@ def test_stale_tied_head_shows_in_the_probe_and_a_dead_engine_says_so(
         rig.run(rig.engine.resume(1))
         for pid in info["child_pids"]:
             os.kill(pid, signal.SIGKILL)
-        with pytest.raises(EngineError, match="engine e0 died during request last"):
+        with pytest.raises(EngineError, match="e0.* died during request last"):
             rig.run(rig.engine.generate(1, "last", PROMPT, Sampling()))
     finally:
         rig.close()
