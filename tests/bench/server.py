@@ -48,6 +48,7 @@ class StubEngine:
         sampling: Any,
         every: int = 0,
         grammar: Any = None,
+        routing_start: int = 0,
     ) -> AsyncGenerator[Any, None]:
         from molt.rollout.types import Completion
 
