@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -43,6 +43,8 @@ class Cluster:
         self.engines: list[Any] = [None] * config.engine.count
         self.trainers: list[Any] = []
         self.workers: list[Any] = [None] * config.agent.workers
+        self._known: dict[Any, tuple[str, type[MoltError]]] = {}
+        """Every actor there ever was: its name, and the error that its death is."""
         self.pids: list[int] = []
         self.trainer_device = "cpu"
         self.n_restarts = 0
@@ -93,6 +95,7 @@ class Cluster:
             .remote(name, settings, self.epoch, self._output(name))
         )
         self.engines[i] = engine
+        self._known[engine] = (f"engine-{i}", EngineError)
         info: dict[str, Any] = await self.call(engine, "start")
         self.pids += info["child_pids"]
         self.routing = info["routing"]
@@ -181,6 +184,7 @@ class Cluster:
             self.trainers.append(
                 actor.remote(settings, rank, world, address, output, str(self.log_path))
             )
+        self._known |= {t: (f"trainer-{k}", TrainerError) for k, t in enumerate(self.trainers)}
         infos = await asyncio.gather(*(self.call(t, "start") for t in self.trainers))
         info: dict[str, Any] = infos[0]
         self.trainer_device = info["device"]
@@ -210,6 +214,7 @@ class Cluster:
             self.routing,
             self.appender.address if self.appender else None,
         )
+        self._known[self.workers[i]] = (f"worker-{i}", WorkerDied)
         await self.call(self.workers[i], "ready")
 
     async def call(self, actor: Any, method: str, *args: Any) -> Any:
@@ -235,19 +240,14 @@ class Cluster:
         return await self.on_trainers("execute_plan", plan)
 
     def _dead(self, actor: Any, method: str) -> MoltError:
-        kinds: Sequence[tuple[str, list[Any], type[MoltError]]] = (
-            ("engine", self.engines, EngineError),
-            ("trainer", self.trainers, TrainerError),
-            ("worker", self.workers, WorkerDied),
+        """Also of an actor that another one has replaced since."""
+        if actor not in self._known:
+            return MoltError(f"an actor died during '{method}'")
+        who, error = self._known[actor]
+        return error(
+            f"the {who} process died during '{method}'; its last words are in "
+            f"{self._output(who)}. The log is whole: start the same command to resume"
         )
-        for name, actors, error in kinds:
-            if actor in actors:
-                who = f"{name}-{actors.index(actor)}"
-                return error(
-                    f"the {who} process died during '{method}'; its last words are in "
-                    f"{self._output(who)}. The log is whole: start the same command to resume"
-                )
-        return MoltError(f"an actor died during '{method}'")
 
     def _output(self, name: str) -> str:
         return str(self.log_path / "logs" / f"{name}.log")

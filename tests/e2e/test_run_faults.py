@@ -70,7 +70,8 @@ def test_two_engines_one_dies_a_worker_dies_and_the_run_goes_on(
     tmp_path: Path, model: str, started: list[Train]
 ) -> None:
     """A failed engine is fenced, restarted, refitted before its first token; the other goes on."""
-    sizes = ("engine.count=2", "agent.workers=2", "run.steps=40", "data.eval=")
+    # Enough steps for an engine to be up again before the last one.
+    sizes = ("engine.count=2", "agent.workers=2", "run.steps=160", "data.eval=")
     run = Train(tmp_path, model, *sizes)
     started.append(run)
     run.wait_for("step", 2, limit_s=400)
@@ -87,7 +88,8 @@ def test_two_engines_one_dies_a_worker_dies_and_the_run_goes_on(
     policies = [r.rows[0] for r in Log.open(log).records() if r.kind == "policy"]
     sizes_seen = [len(p["engines"]) for p in policies]
     assert min(sizes_seen) == 1, "the other engine went on alone"
-    assert policies[-1]["engines"] == ["engine-0", "engine-1"], "both have the last version"
+    last = sorted(policies[-1]["engines"])
+    assert last == ["engine-0", "engine-1"], "both have the last version"
     assert len({p["version"] for p in policies}) == len(policies)
     late = f"version_runs[1].version >= {policies[-1]['version'] - 3}"
     used = sql(log, f"select distinct engine_id as e from segments where {late}")
