@@ -10,9 +10,8 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from molt.agents.types import Messages
 from molt.schemas.errors import ConfigError
-
-Messages = list[dict[str, Any]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
