@@ -58,16 +58,18 @@ def test_rows_are_addressed_and_digested_as_online(honest: Log) -> None:
 
 def test_the_newest_revision_and_the_turns_count(log: Log) -> None:
     with log.writer(linger_s=60) as w:
-        w.append("prompts", make.prompt(0, n=3))
-        for i in range(3):
+        w.append("prompts", make.prompt(0, n=4))
+        for i in range(4):
             make.append_rollout(w, f"train-0/{i}", value=1.0)
         w.append("rewards", make.reward("train-0/0", 5.0, revision=1))
         w.append("rewards", make.reward("train-0/1", 0.5, segment=0, name="turn"))
         w.append("rewards", make.reward("train-0/2", None, name="judge"))
+        w.append("rewards", make.reward("train-0/3", None, name="judge"))
+        w.append("rewards", make.reward("train-0/3", 0.5, name="judge", revision=1))
     rewards = {r["rollout_id"]: r["reward"] for r in select([log], "true", {}).groups[0]}
-    assert rewards == {"train-0/0": 5.0, "train-0/1": 1.0}, "train-0/2 cannot be scored"
+    assert rewards == {"train-0/0": 5.0, "train-0/1": 1.0, "train-0/3": 1.5}, "2 has no score"
     (group,) = select([log], "true", {"sum_turns": True, "weights": {"turn": 10.0}}).groups
-    assert [r["reward"] for r in group] == [5.0, 6.0]
+    assert [r["reward"] for r in group] == [5.0, 6.0, 1.5]
     assert len(group[1]["reward_refs"]) == 2
 
 
