@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from molt.config import Config, build, override_key
+from molt.config import Config, recorded_config, to_dict
 from molt.model import folder_digests, resolve_model
 from molt.process import free_port, packages
 from molt.replay.replay import History
@@ -31,15 +31,6 @@ RECORDED = ("algo.max_lag", "algo.drop_equal", "algo.lag", "algo.refit_every")
 
 
 ONE_RANK: dict[str, Any] = {"tp_size": 1, "ep_size": 1, "cp_size": 1}
-
-
-def recorded_config(epoch: Row, overrides: Sequence[str] = ()) -> Config:
-    """The configuration of an epoch record, with `a.b=c` overrides."""
-    tree = json.loads(epoch["config"])
-    for text in overrides:
-        override_key(tree, text)
-    config: Config = build(Config, tree, "")
-    return config
 
 
 def other_loss(epoch: Row, overrides: Sequence[str]) -> Config:
@@ -99,7 +90,7 @@ def epoch_fields(config: Config, sources: Sequence[tuple[str, str]]) -> dict[str
             {"log": i, "run_id": run_id, "path": path}
             for i, (run_id, path) in enumerate(sources, 1)
         ],
-        "config": canonical_json(dataclasses.asdict(config)),
+        "config": canonical_json(to_dict(config)),
         "digests": folder_digests(resolve_model(config.model)),
         "packages": canonical_json(packages()),
         "world_size": 1,
@@ -148,9 +139,7 @@ class AsRecorded:
 
     def config_of(self, number: int) -> Config:
         """The configuration that the step of this plan was executed with."""
-        step = self.found.steps.get(self._steps[number])
-        epochs = {e["epoch"]: e for e in self.found.epochs}
-        return recorded_config(epochs[step["epoch"]] if step else self.found.epochs[-1])
+        return recorded_config(self.found.epoch_of(self._steps[number]))
 
     def execute_plan(self, number: int) -> Any:
         settings = trainer_settings(self.config_of(number), self.trainer.settings.model)

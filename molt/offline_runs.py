@@ -45,10 +45,9 @@ def fork(
     """Execute the parent's plans after `step` again with other `algo.*`, in a log of its own."""
     found = history(parent)
     last = last or max(found.steps, default=0)
-    missing = [s for s in range(step + 1, last + 1) if s not in found.plans]
-    if missing or last <= step:
-        known = f"{min(found.plans)} to {max(found.plans)}" if found.plans else "none"
-        raise ConfigError(f"steps {step + 1} to {last} are not all planned; planned: {known}")
+    if last <= step:
+        raise ConfigError(f"step {last} is not after step {step}: there is nothing to execute")
+    found.check(step + 1, last, recorded=False)
     changed = other_loss(found.epochs[-1], sets)
     run = dataclasses.replace(changed.run, dir=folder, steps=last)
     config = dataclasses.replace(changed, run=run)

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from molt.replay.audit_control import setting
-from molt.replay.replay import MARKER, History
+from molt.replay.replay import History
 from molt.schemas.columns import Row
 from molt.schemas.errors import ConfigError
 from molt.schemas.records import Ref
@@ -85,10 +85,10 @@ def recompute(
 
 
 def _load(log: Log, report: "Report", scorer: Scorer, found: History, step: int) -> None:
-    row = found.checkpoints.get(step)
-    if row is None or not (log.path / row["path"] / MARKER).exists():
-        kept = [s for s, r in found.checkpoints.items() if (log.path / r["path"] / MARKER).exists()]
-        raise ConfigError(f"there is no complete checkpoint of step {step}; kept: {sorted(kept)}")
+    rows = {row["step"]: row for row in found.complete(log.path)}
+    if step not in rows:
+        raise ConfigError(f"there is no complete checkpoint of step {step}; kept: {sorted(rows)}")
+    row = rows[step]
     scorer.load(str(log.path / row["path"]))
     what = f"state of checkpoint {row['path']}"
     report.differ("I7", what, row["state_digest"], scorer.state_digest())
