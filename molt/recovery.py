@@ -21,7 +21,7 @@ from molt.schemas.errors import ConfigError, LogCorrupt, MoltError, RecoveryErro
 from molt.schemas.records import Ref
 from molt.store import Log
 from molt.store.control import Record, lineage_of, read_record
-from molt.store.fold import COLUMNS, STREAMS, Fold
+from molt.store.fold import COLUMNS, MARKER, STREAMS, Fold
 from molt.store.reader import CommitFile
 from molt.train.settings import trainer_settings
 
@@ -112,7 +112,7 @@ def open_fold(log: Log, start: Start, say: Callable[[str], None]) -> Fold:
 def _needed(log: Log, records: Sequence[Record], file: CommitFile) -> list[str]:
     """Rollouts for which redo needs rows of a commit: planned after the last checkpoint."""
     saved = [r.rows[0] for r in records if r.kind == "checkpoint"]
-    whole = [r["step"] for r in saved if (log.path / r["path"] / checkpoints.MARKER).exists()]
+    whole = [r["step"] for r in saved if (log.path / r["path"] / MARKER).exists()]
     found = {
         row["rollout_id"]: None
         for plan in records

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from molt.checkpoints import sweep
 from molt.cluster import Cluster
 from molt.config import Config, difference, to_dict
 from molt.model import folder_digests, resolve_model
@@ -16,6 +15,7 @@ from molt.offline import recorded_config
 from molt.process import packages
 from molt.publish import PROBE_PROMPTS, PROBE_TOKENS, Gap, Probe
 from molt.recovery import Start, cut, open_fold
+from molt.replay.folders import sweep
 from molt.replay.replay import history
 from molt.rollout.types import Completion
 from molt.rollout.worker import encode_prompt, judge_segment

@@ -28,7 +28,7 @@ Advantages = Callable[[Sequence[float | None], Sequence[bool], str, bool], list[
 class Report:
     """What an audit has found so far."""
 
-    progress: Callable[[str, int, int], None]
+    progress: Callable[[int, int, str], None]
     checked: dict[str, int] = field(default_factory=lambda: {f"I{i}": 0 for i in range(1, 8)})
     """By invariant: I1 segments, I2 sampled tokens, I3 measured gaps, I4 settled rollouts,
     I5 ordinals, I6 commits, I7 policies."""
@@ -88,15 +88,15 @@ def audit(
     log: Log,
     *,
     advantages: Advantages | None = None,
-    progress: Callable[[str, int, int], None] | None = None,
+    progress: Callable[[int, int, str], None] | None = None,
 ) -> Report:
     """Check the whole log; the newest lineage and every abandoned one.
 
     `advantages` recomputes each group's advantages (without it they are taken as they are);
-    `progress(phase, done, total)` is called after each record and commit. Damage is a violation of
+    `progress(done, total, phase)` is called after each record and commit. Damage is a violation of
     I6 and does not end the audit. Returns the report; `to_json` is the document of `molt audit`.
     """
-    report = Report(progress or (lambda phase, done, total: None))
+    report = Report(progress or (lambda done, total, phase: None))
     facts = read_facts(log, report)
     epochs = facts.epochs
     for leaf in leaves(epochs):

@@ -143,7 +143,7 @@ class DataPass:
 
     def _commit(self, index: int, file: CommitFile) -> None:
         self._done += 1
-        self.report.progress("data log", self._done, max(self._total, self._done))
+        self.report.progress(self._done, max(self._total, self._done), "data log")
         try:
             commit = read_commit(file)
         except (MoltError, OSError) as error:

@@ -56,7 +56,7 @@ class PlanPass:
             self.check(record, step.row if step else None)
             for source in self._sources.values():
                 source.commits.clear()
-            self.report.progress("plans", i + 1, len(plans))
+            self.report.progress(i + 1, len(plans), "plans")
 
     def _redone(self, plan: int, step: int) -> Any:
         """The step record of a plan whose driver died: a later epoch executed and recorded it."""

@@ -8,24 +8,15 @@ At equal settings the bits must agree; at others (ranks, threads, packages) the 
 import hashlib
 import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
+from molt.replay.sources import log_of
 from molt.schemas.columns import Row
 from molt.schemas.errors import RecoveryError
 from molt.schemas.text import canonical_json
 
 Sketch = Mapping[str, Sequence[float]]
 """Per tensor: its L2 norm, then projections (float64)."""
-
-
-class StepOutcome(Protocol):
-    """What executing a plan returns."""
-
-    @property
-    def state_digest(self) -> str: ...
-
-    @property
-    def sketch(self) -> Sketch | None: ...
 
 
 PlanExecutor = Callable[[int], Awaitable[Any]]
@@ -38,6 +29,25 @@ def plan_digest(rows: Sequence[Mapping[str, Any]]) -> str:
     for row in plain:
         row["chain_digest"] = (row.get("chain_digest") or b"").hex()
     return hashlib.blake2b(canonical_json(plain).encode(), digest_size=16).hexdigest()
+
+
+def plan_counts(rows: Sequence[Row]) -> Row:
+    """What a `step` says of the plan that it executed."""
+    groups = {(log_of(row), row["group_id"]) for row in rows}
+    return {"rollouts": len(rows), "groups": len(groups), "plan": plan_digest(rows)}
+
+
+def step_row(epoch: int, step: int, rows: Sequence[Row], outcome: Any, metrics: Row) -> Row:
+    """The `step` record of a plan's rows; `outcome` is what the trainer returned for them."""
+    names = ("updates", "loss", "grad_norm", "n_tokens", "state_digest")
+    return {
+        "epoch": epoch,
+        "step": step,
+        **{name: getattr(outcome, name) for name in names},
+        "counts": canonical_json(plan_counts(rows)),
+        "metrics": canonical_json(metrics),
+        "sketch": sketch_rows(outcome.sketch),
+    }
 
 
 def sketch_rows(sketch: Sketch | None) -> list[Row] | None:

@@ -48,7 +48,7 @@ def says(found: list[Row], invariant: str, rollout: str | None, words: str = "")
 
 
 def test_an_honest_log_passes_and_is_counted(honest: Log) -> None:
-    seen: list[tuple[str, int, int]] = []
+    seen: list[tuple[int, int, str]] = []
     found = audit(honest, advantages=advantages, progress=lambda *a: seen.append(a)).to_json()
     assert found["ok"] and found["violations"] == []
     assert found["checked"] == {
@@ -60,7 +60,7 @@ def test_an_honest_log_passes_and_is_counted(honest: Log) -> None:
         "I6": 1 + 4 + 3 + 3 + len(make.data_commits(honest.path)) - 1,
         "I7": 4,
     }
-    assert found["tokens"] == 144 and {phase for phase, _, _ in seen} == {
+    assert found["tokens"] == 144 and {phase for _, _, phase in seen} == {
         "control log",
         "plans",
         "data log",
