@@ -297,15 +297,3 @@ def refuse_secrets(tree: Any, where: str = "") -> None:
 
 def to_dict(config: Config) -> dict[str, Any]:
     return dataclasses.asdict(config)
-
-
-def difference(old: dict[str, Any], new: dict[str, Any], where: str = "") -> dict[str, Any]:
-    """Keys whose values differ: {"train.lr": (old, new)}."""
-    out: dict[str, Any] = {}
-    for key in sorted(old.keys() | new.keys()):
-        a, b = old.get(key), new.get(key)
-        if isinstance(a, dict) and isinstance(b, dict):
-            out |= difference(a, b, f"{where}{key}.")
-        elif a != b and not (isinstance(a, list | tuple) and list(a) == list(b or ())):
-            out[f"{where}{key}"] = (a, b)
-    return out

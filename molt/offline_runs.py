@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from molt.config import Config, difference
+from molt.config import Config, recorded_config
 from molt.metrics import plan_metrics
 from molt.model import folder_digests, resolve_model
 from molt.offline import (
@@ -22,7 +22,6 @@ from molt.offline import (
     group_advantages,
     open_trainer,
     other_loss,
-    recorded_config,
     save_weights,
 )
 from molt.replay.replay import history, restore
@@ -30,7 +29,7 @@ from molt.replay.retrain import OfflineRun, Planner, forked_plans, n_steps, pass
 from molt.replay.select import select
 from molt.schemas.columns import Row
 from molt.schemas.errors import ConfigError
-from molt.schemas.text import canonical_json
+from molt.schemas.text import canonical_json, difference
 from molt.screen import Screen
 from molt.store import Log
 from molt.train.settings import trainer_settings

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from molt import checkpoints
-from molt.config import Config, build
+from molt.config import recorded_config
 from molt.planning import Drop
 from molt.replay.redo import redo
 from molt.replay.replay import history
@@ -160,7 +160,7 @@ async def recover(run: "Run") -> None:
     async def execute(number: int) -> Any:
         nonlocal in_force
         plan = read_record(run.log.path, number)
-        recorded: Config = build(Config, json.loads(epochs[plan.epoch]["config"]), "")
+        recorded = recorded_config(epochs[plan.epoch])
         wanted = trainer_settings(recorded, run.cluster.model_folder)
         if wanted != in_force:
             await run.cluster.on_trainers("configure", wanted)

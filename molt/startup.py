@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from molt.cluster import Cluster
-from molt.config import Config, difference, to_dict
+from molt.config import Config, recorded_config, to_dict
 from molt.model import folder_digests, resolve_model
-from molt.offline import recorded_config
 from molt.process import packages
 from molt.publish import PROBE_PROMPTS, PROBE_TOKENS, Gap, Probe
 from molt.recovery import Start, cut, open_fold
@@ -21,7 +20,7 @@ from molt.rollout.types import Completion
 from molt.rollout.worker import encode_prompt, judge_segment
 from molt.schemas.errors import ConfigError, LogCorrupt, ModelIdentityError
 from molt.schemas.records import PromptRow, Sampling
-from molt.schemas.text import canonical_json
+from molt.schemas.text import canonical_json, difference
 from molt.screen import Screen
 from molt.store import Log
 from molt.store.fold import Fold

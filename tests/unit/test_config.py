@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from molt.agents.env import resolve
-from molt.config import LOSS_NAMES, difference, load, refuse_secrets, to_dict
+from molt.config import LOSS_NAMES, load, refuse_secrets, to_dict
 from molt.data import Prompts
 from molt.model import resolve_model
 from molt.schemas.errors import ConfigError
@@ -68,12 +68,6 @@ def test_a_missing_file_and_bad_toml(tmp_path: Path) -> None:
     (tmp_path / "part.toml").write_text('model = "x"')
     with pytest.raises(ConfigError, match=r"'run\.dir'"):
         load(tmp_path / "part.toml")
-
-
-def test_difference_names_changed_keys_only() -> None:
-    old = {"train": {"lr": 1.0, "betas": [0.9, 0.95]}, "model": "a"}
-    new = {"train": {"lr": 2.0, "betas": (0.9, 0.95)}, "model": "a"}
-    assert difference(old, new) == {"train.lr": (1.0, 2.0)}
 
 
 def test_prompts_are_a_function_of_seed_and_ordinal() -> None:
