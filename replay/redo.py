@@ -85,26 +85,34 @@ def check_digest(step: int, found: str, recorded: str) -> None:
         )
 
 
-def check_sketch(
-    step: int, found: Sketch | None, recorded: Sketch | None, before: Sketch | None, limit: float
-) -> float:
-    """Distance of two sketches relative to how far training moved since `before`.
+def sketch_gap(
+    found: Sketch | None, recorded: Sketch | None, before: Sketch | None
+) -> float | None:
+    """Distance from the recorded weights, relative to how far training moved them from `before`.
 
-    RecoveryError above `limit`, or if a sketch is missing: then only bits could tell, and these
-    settings cannot reproduce them.
+    None if a sketch is missing; 0.0 where only the order of summation differs.
     """
     if found is None or recorded is None or before is None:
+        return None
+    if same_weights(found, recorded):
+        return 0.0
+    return distance(found, recorded) / max(distance(recorded, before), 1e-30)
+
+
+def check_sketch(step: int, gap: float | None, limit: float) -> None:
+    """RecoveryError above `limit`, or without sketches: then only bits could tell, and these
+    settings cannot reproduce them.
+    """
+    if gap is None:
         raise RecoveryError(
             f"redo of step {step} at other settings than it was trained with needs sketches, and "
             "train.sketch is or was off: resume with the settings of the epoch that recorded it"
         )
-    gap, moved = distance(found, recorded), distance(recorded, before)
-    if gap > limit * moved and not same_weights(found, recorded):
+    if gap > limit:
         raise RecoveryError(
-            f"redo of step {step} at other settings: the weights are {gap:.3g} away from the "
-            f"recorded ones, training had moved them by {moved:.3g} (limit {limit:.0%})"
+            f"redo of step {step} at other settings: the weights are {gap:.1%} of the way that "
+            f"training had moved them away from the recorded ones (limit {limit:.0%})"
         )
-    return gap / moved if moved else 0.0
 
 
 async def redo(
@@ -130,5 +138,6 @@ async def redo(
         if row is not None and same_bits(row):
             check_digest(step, outcome.state_digest, row["state_digest"])
         elif row is not None:
-            gap = check_sketch(step, outcome.sketch, sketch_of(row), before, limit)
+            gap = sketch_gap(outcome.sketch, sketch_of(row), before)
+            check_sketch(step, gap, limit)
         yield step, outcome, gap

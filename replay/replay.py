@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from molt.replay.redo import Sketch, distance, same_weights, sketch_of
+from molt.replay.redo import sketch_gap, sketch_of
 from molt.schemas.columns import Row
 from molt.schemas.errors import ConfigError
 from molt.store.control import lineage_of
@@ -143,7 +143,7 @@ def compare(
     row: Row = {"ok": ok, "step": recorded["step"], **values}
     if differs is None or ok:
         return row
-    gap = sketch_gap(outcome.sketch, recorded, before)
+    gap = sketch_gap(outcome.sketch, sketch_of(recorded), sketch_of(before) if before else None)
     row["ok"] = (gap is None or gap <= SKETCH_CLOSE) and all(
         math.isclose(row[n]["recorded"], row[n]["recomputed"], rel_tol=CLOSE, abs_tol=CLOSE)
         for n in ("loss", "grad_norm")
@@ -151,15 +151,3 @@ def compare(
     row["reason"] = differs + ("; there are no sketches to compare" if gap is None else "")
     row["sketch"] = gap if gap is None else {"gap": gap, "limit": SKETCH_CLOSE}
     return row
-
-
-def sketch_gap(found: Sketch | None, recorded: Row, before: Row | None) -> float | None:
-    """Distance of the weights from the recorded ones, relative to how far the step moved them.
-
-    None without sketches. 0.0 where only the order of summation differs.
-    """
-    own, start = sketch_of(recorded), sketch_of(before) if before else None
-    if found is None or own is None or start is None:
-        return None
-    moved = max(distance(own, start), 1e-30)
-    return 0.0 if same_weights(found, own) else distance(found, own) / moved
