@@ -18,11 +18,13 @@ from typing import Any
 import msgspec
 
 from molt.agents.env import resolve
+from molt.process import packages
 from molt.replay.lag import POLICIES
 from molt.rollout.types import EngineConfig
 from molt.schemas.columns import Row
 from molt.schemas.errors import ConfigError
 from molt.schemas.records import Sampling
+from molt.schemas.text import canonical_json
 from molt.train.advantages import ESTIMATORS
 from molt.train.settings import AlgoConfig, TrainConfig
 
@@ -205,6 +207,27 @@ def recorded_config(epoch: Row, overrides: Sequence[str] = ()) -> Config:
         override_key(tree, text)
     config: Config = build(Config, tree, "")
     return config
+
+
+def epoch_fields(
+    config: Config,
+    digests: Row,
+    *,
+    world_size: int,
+    sources: Sequence[tuple[str, str]] = (),
+) -> Row:
+    """What an epoch record says of its driver; `sources` = (run_id, path) of the logs it reads."""
+    return {
+        "sources": [
+            {"log": i, "run_id": run_id, "path": path}
+            for i, (run_id, path) in enumerate(sources, 1)
+        ],
+        "config": canonical_json(to_dict(config)),
+        "digests": digests,
+        "packages": canonical_json(packages()),
+        "world_size": world_size,
+        "threads": config.train.threads,
+    }
 
 
 def build(cls: Any, tree: Any, where: str) -> Any:

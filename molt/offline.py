@@ -11,13 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from molt.config import Config, recorded_config, to_dict
+from molt.config import Config, recorded_config
 from molt.model import folder_digests, resolve_model
 from molt.process import free_port, packages
 from molt.replay.replay import History
 from molt.schemas.columns import Row
 from molt.schemas.errors import ConfigError
-from molt.schemas.text import canonical_json
 from molt.store import Log
 from molt.store.control import Record
 from molt.train.advantages import advantages
@@ -81,21 +80,6 @@ def open_trainer(log: Log, epoch: Row, config: Config | None = None) -> Any:
     trainer = OfflineTrainer(settings, 0, 1, address, None, str(log.path))
     trainer.start()
     return trainer
-
-
-def epoch_fields(config: Config, sources: Sequence[tuple[str, str]]) -> dict[str, Any]:
-    """What an offline run writes into its epoch record; `sources` = (run_id, path) of each log."""
-    return {
-        "sources": [
-            {"log": i, "run_id": run_id, "path": path}
-            for i, (run_id, path) in enumerate(sources, 1)
-        ],
-        "config": canonical_json(to_dict(config)),
-        "digests": folder_digests(resolve_model(config.model)),
-        "packages": canonical_json(packages()),
-        "world_size": 1,
-        "threads": config.train.threads,
-    }
 
 
 def group_advantages(rows: Sequence[Row], config: Config) -> list[Row]:

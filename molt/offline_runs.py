@@ -12,13 +12,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from molt.config import Config, recorded_config
+from molt.config import Config, epoch_fields, recorded_config
 from molt.metrics import plan_metrics
 from molt.model import folder_digests, resolve_model
 from molt.offline import (
     AsRecorded,
     algorithm_header,
-    epoch_fields,
     group_advantages,
     open_trainer,
     other_loss,
@@ -124,7 +123,8 @@ def _execute(
     if any(home == path.resolve() for _, path in listed):
         raise ConfigError(f"--dir {config.run.dir} is one of the logs that are read")
     sources = [(run_id, os.path.relpath(path, home)) for run_id, path in listed]
-    fields = epoch_fields(config, sources)
+    digests = folder_digests(resolve_model(config.model))
+    fields = epoch_fields(config, digests, world_size=1, sources=sources)
     log = Log.create(home)
     before = [r.rows[0] for r in log.records() if r.kind == "epoch"]
     if before:

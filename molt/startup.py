@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from molt.cluster import Cluster
-from molt.config import Config, recorded_config, to_dict
+from molt.config import Config, epoch_fields, recorded_config, to_dict
 from molt.model import folder_digests, resolve_model
-from molt.process import packages
 from molt.publish import PROBE_PROMPTS, PROBE_TOKENS, Gap, Probe
 from molt.recovery import Start, cut, open_fold
 from molt.replay.folders import sweep
@@ -119,12 +118,7 @@ def open_log(config: Config, model_folder: str, start: Start, screen: Screen) ->
         parent_epoch=parent,
         cut=last,
         now=datetime.datetime.now(datetime.UTC).replace(tzinfo=None),
-        sources=[],
-        config=canonical_json(to_dict(config)),
-        digests=digests,
-        packages=canonical_json(packages()),
-        world_size=config.train.world_size,
-        threads=config.train.threads,
+        **epoch_fields(config, digests, world_size=config.train.world_size),
     )
     if epochs:
         screen.say(f"resuming {log.path} as epoch {record.epoch}")

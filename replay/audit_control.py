@@ -49,13 +49,8 @@ class Facts:
     """(epoch, version) -> number of its record."""
     settled: dict[GroupKey, int] = field(default_factory=dict)
     """In the newest lineage: rollouts planned, 0 = dropped."""
-
-    def config(self, epoch: int) -> Row:
-        for record in self.epochs:
-            if record.epoch == epoch:
-                found: Row = json.loads(record.rows[0]["config"])
-                return found
-        return {}
+    configs: dict[int, Row] = field(default_factory=dict)
+    """By epoch."""
 
 
 def setting(config: Row, key: str, default: Any = None) -> Any:
@@ -83,6 +78,7 @@ def read_facts(log: Log, report: "Report") -> Facts:
         facts.records.append(_fact(record))
         if record.kind == "epoch":
             facts.epochs.append(record)
+            facts.configs[record.epoch] = json.loads(record.rows[0]["config"])
         elif record.kind == "policy":
             facts.policies[record.epoch, facts.records[-1].step] = n
         report.progress(n + 1, len(numbers), "control log")
@@ -221,8 +217,9 @@ class _Walk:
 
     def _limit(self, what: str, fact: Fact, gap: float) -> None:
         """I3 by the run's own limits: its floor for the dtype, or a multiple of its first probe."""
-        limits = setting(self.facts.config(fact.epoch), "limits", {})
-        dtype = setting(self.facts.config(fact.epoch), "engine.dtype", "float32")
+        config = self.facts.configs[fact.epoch]
+        limits = setting(config, "limits", {})
+        dtype = setting(config, "engine.dtype", "float32")
         floor = limits.get("bf16_gap_floor" if dtype == "bfloat16" else "float32_gap_floor")
         if floor is None:
             return

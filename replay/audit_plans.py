@@ -8,10 +8,10 @@ import math
 import re
 from collections import defaultdict
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from molt.replay.assemble import PlannedSegment, segments_of, sequences_of
-from molt.replay.audit_control import Facts, setting
+from molt.replay.audit_control import Fact, Facts, setting
 from molt.replay.sources import Sources, log_of
 from molt.schemas.check import chain_digest
 from molt.schemas.columns import Row
@@ -49,22 +49,21 @@ class PlanPass:
 
     def run(self) -> None:
         plans = [f for f in self.facts.records if f.kind == "plan"]
-        steps = {(f.epoch, f.step): f for f in self.facts.records if f.kind == "step"}
+        steps: dict[int, list[Fact]] = defaultdict(list)
+        for fact in self.facts.records:
+            if fact.kind == "step":
+                steps[fact.step].append(fact)
         for i, fact in enumerate(plans):
-            record = read_record(self.log.path, fact.n)
-            step = steps.get((fact.epoch, fact.step)) or self._redone(fact.n, fact.step)
-            self.check(record, step.row if step else None)
+            # If its driver died before the record, a later epoch executed and recorded it.
+            executed = (f.row for f in steps[fact.step] if self._continues(f, fact))
+            self.check(read_record(self.log.path, fact.n), next(executed, None))
             for source in self._sources.values():
                 source.commits.clear()
             self.report.progress(i + 1, len(plans), "plans")
 
-    def _redone(self, plan: int, step: int) -> Any:
-        """The step record of a plan whose driver died: a later epoch executed and recorded it."""
-        later = (f for f in self.facts.records if f.kind == "step" and f.step == step)
-        for fact in later:
-            if fact.n > plan and lineage_of(self.facts.epochs, fact.epoch).holds(plan):
-                return fact
-        return None
+    def _continues(self, later: Fact, fact: Fact) -> bool:
+        lineage = lineage_of(self.facts.epochs, later.epoch)
+        return later.n > fact.n and lineage.holds(fact.n)
 
     def check(self, plan: Record, step: Row | None) -> None:
         if plan.epoch not in self._sources:
@@ -158,7 +157,7 @@ class PlanPass:
             return  # of other runs' versions no lag can be told
         lag = (step - 1) - min(versions) if versions else None
         self.report.differ("I2", f"{who}: its largest lag", row["lag_max"], lag, rollout=who)
-        rule = setting(self.facts.config(plan.epoch), "algo.lag")
+        rule = setting(self.facts.configs[plan.epoch], "algo.lag")
         limit = plan.header["max_lag"] * {"keep": math.inf, "wait": 2}.get(rule, 1)
         if row["decision"] == "train" and lag is not None and lag > limit:
             why = f"trained at step {step} above the plan's max_lag"
@@ -178,7 +177,7 @@ class PlanPass:
 
     def _reward(self, plan: Record, row: Row, source: Sources) -> None:
         """The planned reward is the weighted sum of the rows that it names."""
-        config = self.facts.config(plan.epoch)
+        config = self.facts.configs[plan.epoch]
         weights, total = setting(config, "reward.weights", {}), 0.0
         for ref in row["reward_refs"]:
             reward = source.row(Ref(**ref))
@@ -198,7 +197,7 @@ class PlanPass:
         if self.advantages is None:
             return
         name = plan.header["algorithm"].partition("/")[0]
-        scale = bool(setting(self.facts.config(plan.epoch), "algo.std_normalize", False))
+        scale = bool(setting(self.facts.configs[plan.epoch], "algo.std_normalize", False))
         member = [r["in_baseline"] for r in rows]
         values = self.advantages([r["reward"] for r in rows], member, name, scale)
         for row, value in zip(rows, values, strict=True):

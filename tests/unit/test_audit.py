@@ -332,6 +332,12 @@ def test_a_missing_control_record(honest: Log) -> None:
     says(violations(honest), "I6", None, "control record 3 is missing")
 
 
+def test_a_damaged_epoch_record_is_named(honest: Log) -> None:
+    """Without it no lineage can be told; the audit still ends with a report."""
+    make.flip(forge.control(honest, "epoch")[0], 200)
+    says(violations(honest), "I6", None, "checksum")
+
+
 def test_two_writers_that_tell_a_rollout_differently(honest: Log) -> None:
     with honest.writer(1, linger_s=60) as w:
         make.append_rollout(w, "train-5/1")
