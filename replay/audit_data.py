@@ -15,7 +15,7 @@ import numpy as np
 import xxhash
 
 from molt.replay.audit_control import Facts
-from molt.replay.audit_plans import refused
+from molt.replay.audit_plans import check_versions, refused
 from molt.schemas.check import (
     CHECKS,
     Parent,
@@ -203,28 +203,18 @@ class DataPass:
         """I2: whatever sampled an agent's token was published, in whatever lineage."""
         if row["role"] != "agent" or row["policy"] != "main":
             return
-        at = 0
-        for run in row["version_runs"]:
-            version = (run["epoch"], run["version"])
-            attempt.in_lineage &= version in self._policies
-            if version not in self.facts.policies and not self._published_since(version):
-                self.report.violation(
-                    "I2",
-                    f"sampled by {run['epoch']}.{run['version']}, which no policy record names",
-                    rollout=row["rollout_id"],
-                    segment=row["segment"],
-                    token=int(np.flatnonzero(row["sampled"])[at]),
-                    found=f"{run['epoch']}.{run['version']}",
-                )
-            at += run["n"]
+        runs = {(run["epoch"], run["version"]) for run in row["version_runs"]}
+        attempt.in_lineage &= runs <= self._policies
+        check_versions(self.report, row, self._is_published, "which no policy record names")
 
-    def _published_since(self, version: tuple[int, int]) -> bool:
-        """True if a running driver published the version after the first pass."""
-        last = max((f.n for f in self.facts.records), default=-1)
-        for record in self.log.records(last + 1):
-            if record.kind == "policy":
-                row = record.rows[0]
-                self.facts.policies[row["epoch"], row["version"]] = record.n
+    def _is_published(self, version: tuple[int, int]) -> bool:
+        """True if a policy record names the version, also one that came after the first pass."""
+        if version not in self.facts.policies:
+            last = max((f.n for f in self.facts.records), default=-1)
+            for record in self.log.records(last + 1):
+                if record.kind == "policy":
+                    row = record.rows[0]
+                    self.facts.policies[row["epoch"], row["version"]] = record.n
         return version in self.facts.policies
 
     def _routing(self, commit: Commit, row: Row) -> None:

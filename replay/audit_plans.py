@@ -7,8 +7,10 @@ step); the rows say what happened. Neither is derived from the other here.
 import math
 import re
 from collections import defaultdict
-from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from molt.replay.assemble import PlannedSegment, segments_of, sequences_of
 from molt.replay.audit_control import Fact, Facts, setting
@@ -34,6 +36,30 @@ def refused(report: "Report", error: Exception, rollout: str) -> None:
     place = INDEX.search(str(error))
     segment, token = (int(place[1]), int(place[2])) if place else (None, None)
     report.violation("I1", str(error), rollout=rollout, segment=segment, token=token)
+
+
+def check_versions(
+    report: "Report",
+    row: Mapping[str, Any],
+    is_known: Callable[[Version], bool],
+    why: str,
+    expected: str | None = None,
+) -> None:
+    """I2: report the first token of every run of a segment whose weights are not known."""
+    at = 0
+    for run in row["version_runs"]:
+        if not is_known((run["epoch"], run["version"])):
+            name = f"{run['epoch']}.{run['version']}"
+            report.violation(
+                "I2",
+                f"sampled by {name}, {why}",
+                rollout=row["rollout_id"],
+                segment=row["segment"],
+                token=int(np.flatnonzero(row["sampled"])[at]),
+                expected=expected,
+                found=name,
+            )
+        at += run["n"]
 
 
 class PlanPass:
@@ -135,24 +161,15 @@ class PlanPass:
         """I2: each version was published before the plan, in its lineage; lag as recorded."""
         who, step = row["rollout_id"], plan.header["step"]
         known = self._policies(plan, row, source)
-        versions = []
-        for number, segment in segments.items():
-            at = 0
-            for run in segment.row["version_runs"]:
-                versions.append(run["version"])
-                if (run["epoch"], run["version"]) not in known:
-                    newest = max(known, default=None)
-                    self.report.violation(
-                        "I2",
-                        f"sampled by {run['epoch']}.{run['version']}, which was not published in "
-                        f"this lineage before the plan of step {step} (record {plan.n})",
-                        rollout=who,
-                        segment=number,
-                        token=int((segment.row["sampled"] == 1).nonzero()[0][at]),
-                        expected=f"at most {newest[0]}.{newest[1]}" if newest else None,
-                        found=f"{run['epoch']}.{run['version']}",
-                    )
-                at += run["n"]
+        newest = max(known, default=None)
+        expected = f"at most {newest[0]}.{newest[1]}" if newest else None
+        why = f"which was not published in this lineage before the plan of step {step}"
+        for segment in segments.values():
+            check_versions(
+                self.report, segment.row, known.__contains__, f"{why} (record {plan.n})", expected
+            )
+        runs = (run for segment in segments.values() for run in segment.row["version_runs"])
+        versions = [run["version"] for run in runs]
         if not segments or (row["lag_max"] is None and log_of(row)):
             return  # of other runs' versions no lag can be told
         lag = (step - 1) - min(versions) if versions else None
