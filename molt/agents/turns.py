@@ -192,6 +192,12 @@ def _reasoning(message: dict[str, Any]) -> str:
     return str(message.get("reasoning_content") or message.get("reasoning") or "")
 
 
+def thinks(turn: Turn) -> bool:
+    """True if its reply, or a message before it, holds reasoning, taken out of the text or not."""
+    messages = (*turn.prompt.messages, turn.reply)
+    return any(_reasoning(m) or "</think>" in str(m.get("content")) for m in messages)
+
+
 def in_call_order(messages: Messages) -> Messages:
     """Adjacent tool results sorted into the order of their calls, as the model is to see them."""
     out: Messages = []
