@@ -3,7 +3,6 @@ checksum is right; where the doctor must not see it either, the test says so.
 """
 
 import json
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,18 +18,6 @@ from molt.store.retention import retire
 from molt.train.advantages import advantages
 
 Row = dict[str, Any]
-
-
-@pytest.fixture(scope="module")
-def honest_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return forge.honest_log(tmp_path_factory.mktemp("honest") / "log").path
-
-
-@pytest.fixture
-def honest(honest_path: Path, tmp_path: Path) -> Log:
-    """A copy that the test may falsify."""
-    shutil.copytree(honest_path, tmp_path / "log")
-    return Log.open(tmp_path / "log")
 
 
 def violations(log: Log) -> list[Row]:

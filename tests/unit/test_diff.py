@@ -15,11 +15,6 @@ from molt.store import Log
 Row = dict[str, Any]
 
 
-@pytest.fixture(scope="module")
-def honest(tmp_path_factory: pytest.TempPathFactory) -> Log:
-    return forge.honest_log(tmp_path_factory.mktemp("honest") / "log")
-
-
 @pytest.fixture
 def other(honest: Log, tmp_path: Path) -> Log:
     shutil.copytree(honest.path, tmp_path / "other")

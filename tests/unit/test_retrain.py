@@ -6,7 +6,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import factories as make
-import forge
 import numpy as np
 import pytest
 
@@ -19,11 +18,6 @@ from molt.schemas.records import Ref
 from molt.store import Log
 
 REWARD = {"weights": {"score": 2.0}}
-
-
-@pytest.fixture(scope="module")
-def honest(tmp_path_factory: pytest.TempPathFactory) -> Log:
-    return forge.honest_log(tmp_path_factory.mktemp("honest") / "log")
 
 
 def chosen(log: Log, where: str, **reward: Any) -> dict[str, str]:
