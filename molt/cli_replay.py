@@ -23,7 +23,7 @@ from molt.command import (
 from molt.replay import audit_model
 from molt.replay.audit import audit
 from molt.replay.diff import diff
-from molt.replay.dump import dump, per_rollout
+from molt.replay.dump import dump, per_rollout, token_table
 from molt.replay.export import DEFAULT, export
 from molt.replay.replay import history, replay
 from molt.replay.why import to_text, why, why_group
@@ -160,19 +160,19 @@ def described(both: Any, args: argparse.Namespace) -> Row:
     """What --set and --dump add to a step's row."""
     found: Row = {}
     columns = {"before": both.before}
-    for name, values in (("", both.recorded), ("other_", both.changed)):
-        if values is not None:
-            keys = ("advantage", "weight", "after")
-            columns |= {f"{name}{key}": values[key] for key in keys}
+    for name, values in (("", both.recorded), ("other_", both.changed or {})):
+        keys = values.keys() & {"advantage", "weight", "after"}
+        columns |= {f"{name}{key}": values[key] for key in sorted(keys)}
+    tokens = token_table(both.sequences, columns)
     if both.changed is not None:
         outcome = both.changed["outcome"]
         found["other"] = {
             "set": args.set,
-            **{name: getattr(outcome, name) for name in COMPARED},
-            "rollouts": per_rollout(both.sequences, both.before, both.recorded, both.changed),
+            **{name: getattr(outcome, name) for name in ("loss", "grad_norm", "state_digest")},
+            "rollouts": per_rollout(tokens),
         }
     if args.dump:
-        paths = dump(Path(args.dump), args.step, both.sequences, columns)
+        paths = dump(Path(args.dump), args.step, both.sequences, tokens)
         found["files"] = [str(path) for path in paths]
     return found
 
