@@ -31,7 +31,7 @@ from molt.agents.turns import (
     find_turn,
     in_call_order,
     same,
-    thinks,
+    think,
     well_formed,
 )
 from molt.agents.types import ChatRequest, Messages, ParsedReply
@@ -181,6 +181,7 @@ class Capture:
             ids=np.concatenate([prompt.ids, sampled]),
             n_chain=keep,
             last_token=last,
+            thinks=think([*prompt.messages, message]),
             open_thought=cut and bool(reply.reasoning) and not (reply.content or reply.tool_calls),
             segment=pieces[-1][0],
             media=media,
@@ -243,7 +244,8 @@ class Capture:
             and not found.strange
             and all(isinstance(m.get("content"), str) for m in new)
             and (
-                asked == [{"tool"}] * 2 or (asked == [{"user"}] * 2 and not any(map(thinks, path)))
+                asked == [{"tool"}] * 2
+                or (asked == [{"user"}] * 2 and not any(turn.thinks for turn in path))
             )
             and last.prompt.tools == tuple(request.tools)
             and last.prompt.template == request.template
