@@ -139,7 +139,7 @@ def replayed(args: argparse.Namespace, screen: Any) -> Iterator[Row]:
     def traced(number: int) -> Any:
         config = executor.config_of(number)
         both.append(offline.otherwise(trainer, read_record(log.path, number), config, other))
-        return both[-1].recorded["outcome"]
+        return both[-1].outcome
 
     screen.doing("executing plans")
     differs = offline.platform_difference(epoch, executor.config_of(found.plans[args.step]))
@@ -156,19 +156,14 @@ def replayed(args: argparse.Namespace, screen: Any) -> Iterator[Row]:
     trainer.close()
 
 
-def described(both: Any, args: argparse.Namespace) -> Row:
+def described(both: offline.Otherwise, args: argparse.Namespace) -> Row:
     """What --set and --dump add to a step's row."""
     found: Row = {}
-    columns = {"before": both.before}
-    for name, values in (("", both.recorded), ("other_", both.changed or {})):
-        keys = values.keys() & {"advantage", "weight", "after"}
-        columns |= {f"{name}{key}": values[key] for key in sorted(keys)}
-    tokens = token_table(both.sequences, columns)
-    if both.changed is not None:
-        outcome = both.changed["outcome"]
+    tokens = token_table(both.sequences, both.columns)
+    if both.other is not None:
         found["other"] = {
             "set": args.set,
-            **{name: getattr(outcome, name) for name in ("loss", "grad_norm", "state_digest")},
+            **{name: getattr(both.other, name) for name in ("loss", "grad_norm", "state_digest")},
             "rollouts": per_rollout(tokens),
         }
     if args.dump:

@@ -19,6 +19,7 @@ from molt.offline import (
     AsRecorded,
     algorithm_header,
     group_advantages,
+    one_rank,
     open_trainer,
     other_loss,
     save_weights,
@@ -31,7 +32,6 @@ from molt.schemas.errors import ConfigError
 from molt.schemas.text import canonical_json, difference
 from molt.screen import Screen
 from molt.store import Log
-from molt.train.settings import trainer_settings
 
 FREE = ("run.steps", "run.dir", "checkpoint.")
 """Settings that an offline run may change when it is resumed."""
@@ -57,7 +57,7 @@ def fork(
         with screen.phase(f"the state of {parent.run_id} after step {step}"):
             restore(parent, AsRecorded(trainer, found), found, step)
         trainer.open_log(str(own))
-        trainer.configure(trainer_settings(config, trainer.settings.model))
+        trainer.configure(one_rank(config, trainer.settings.model))
         return step
 
     plan = forked_plans(

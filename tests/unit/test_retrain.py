@@ -9,6 +9,9 @@ import factories as make
 import numpy as np
 import pytest
 
+import molt.recipes
+from molt.config import load
+from molt.offline import group_advantages
 from molt.replay.replay import compare
 from molt.replay.retrain import n_steps, passes_over
 from molt.replay.select import select
@@ -116,6 +119,17 @@ def test_each_group_once_per_pass_in_a_seeded_order() -> None:
     assert [r["group_id"] for r in plan(2)[1]] == taken[1], "a function of the step"
     other = passes_over(groups, 3, {"seed": 6}, lambda rows: rows)
     assert [r["group_id"] for r in other(1)[1]] != taken[0]
+
+
+def test_groups_of_two_logs_with_one_name_have_two_baselines(honest: Log) -> None:
+    """Both logs have a train-2, with rewards 4.0 and 0.0 and here twice as much."""
+    config = load(Path(molt.recipes.__file__).parent / "demo.toml")
+    rows = []
+    for found in (select([honest], "ordinal = 2", REWARD), select([honest] * 2, "true", REWARD)):
+        rows += [r for g in found.groups for r in g if r["group_id"] == "train-2"]
+    (a, b), (c, d) = rows[:2], [{**r, "reward": 2 * r["reward"]} for r in rows[4:]]
+    found = group_advantages([a, c, b, d], config)
+    assert [r["advantage"] for r in found] == [2.0, 4.0, -2.0, -4.0]
 
 
 def test_addresses_into_other_logs(honest: Log, tmp_path: Path) -> None:
