@@ -64,6 +64,13 @@ class Seen:
     counts: bool
     """False for a side model's: recorded, and no part of what the outcome names."""
 
+    @property
+    def n_chain(self) -> int:
+        return self.keep + self.n_tokens
+
+    def as_parent(self) -> Parent:
+        return Parent(digest=self.digest, n_chain=self.n_chain, n_own=self.n_tokens)
+
 
 @dataclass(slots=True)
 class Attempt:
@@ -192,12 +199,8 @@ class DataPass:
         self._close(who)
 
     def _verify(self, attempt: Attempt, row: Row) -> None:
-        seen = attempt.segments.get(row["parent"]) if row["parent"] is not None else None
-        parent = None
-        if seen is not None:
-            n_chain = seen.keep + seen.n_tokens
-            parent = Parent(digest=seen.digest, n_chain=n_chain, n_own=seen.n_tokens)
-        check_segment(row, parent)
+        parent = attempt.segments.get(row["parent"])
+        check_segment(row, parent.as_parent() if parent else None)
 
     def _check_versions(self, attempt: Attempt, row: Row) -> None:
         """I2: whatever sampled an agent's token was published, in whatever lineage."""
@@ -222,7 +225,7 @@ class DataPass:
         shape = {k.decode(): v.decode() for k, v in metadata.items()}
         attempt = self.attempts.get((row["rollout_id"], row["attempt"]))
         seen = attempt.segments.get(row["segment"]) if attempt else None
-        check_routing_shape(row, shape, seen.keep + seen.n_tokens if seen else None)
+        check_routing_shape(row, shape, seen.n_chain if seen else None)
 
     def _close(self, who: Who) -> None:
         """Compare an outcome with its segments, once all that it names were read."""

@@ -319,6 +319,15 @@ def test_a_missing_control_record(honest: Log) -> None:
     says(violations(honest), "I6", None, "control record 3 is missing")
 
 
+def test_a_plan_that_names_a_segment_without_its_parent(honest: Log) -> None:
+    def change(row: Row) -> Row:
+        (branch,) = row["branches"]
+        return {**row, "branches": [{**branch, "refs": branch["refs"][1:]}]}
+
+    forge.rewrite(forge.control(honest, "plan", 1)[0], change)
+    says(violations(honest), "I6", "train-0/0", "segment 1 without its parent 0")
+
+
 def test_a_damaged_epoch_record_is_named(honest: Log) -> None:
     """Without it no lineage can be told; the audit still ends with a report."""
     make.flip(forge.control(honest, "epoch")[0], 200)
