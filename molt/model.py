@@ -11,8 +11,8 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from molt.schemas.errors import ConfigError
 
@@ -139,21 +139,13 @@ def convert(gguf_path: str, folder: str) -> None:
     AutoTokenizer.from_pretrained(gguf.parent, **source).save_pretrained(target)
 
 
-class LocalTokenizer:
-    """Decodes ids for the eye, special tokens included; needs neither torch nor transformers."""
+def local_tokenizer(spec: str) -> Any:
+    """The `tokenizers.Tokenizer` of `model = spec` if it is on this machine already, else None.
 
-    def __init__(self, file: Path) -> None:
-        from tokenizers import Tokenizer
+    Nothing is fetched; it needs neither torch nor transformers.
+    """
+    from tokenizers import Tokenizer
 
-        self._tokenizer = Tokenizer.from_file(str(file))
-
-    def decode(self, ids: Sequence[int], /) -> str:
-        text: str = self._tokenizer.decode(list(ids), skip_special_tokens=False)
-        return text
-
-
-def local_tokenizer(spec: str) -> LocalTokenizer | None:
-    """The tokenizer of `model = spec` if it is on this machine already; nothing is fetched."""
     folder = kept_folder(spec) or Path(spec).expanduser()
     if not folder.is_dir():
         from huggingface_hub import try_to_load_from_cache
@@ -161,7 +153,7 @@ def local_tokenizer(spec: str) -> LocalTokenizer | None:
         found = try_to_load_from_cache(spec, "tokenizer.json") if spec.count("/") == 1 else None
         folder = Path(found).parent if isinstance(found, str) else folder
     file = folder / "tokenizer.json"
-    return LocalTokenizer(file) if file.exists() else None
+    return Tokenizer.from_file(str(file)) if file.exists() else None
 
 
 def folder_digests(folder: str) -> dict[str, str | None]:

@@ -23,7 +23,7 @@ LOGPROB_WORST = -5.0
 class Tokenizer(Protocol):
     """What is needed of a `tokenizers` or transformers tokenizer."""
 
-    def decode(self, ids: Sequence[int], /) -> str: ...
+    def decode(self, ids: Sequence[int], /, *, skip_special_tokens: bool) -> str: ...
 
 
 def show_decoded(log: Log, rollout_id: str, console: Console, spec: str | None = None) -> None:
@@ -108,7 +108,9 @@ def _tokens(
     """The row's tokens, and the version of the last sampled one so far."""
 
     def decode(i: int) -> str:
-        return f"{i} " if tokenizer is None else tokenizer.decode([i]) or f"<{i}>"
+        if tokenizer is None:
+            return f"{i} "
+        return tokenizer.decode([i], skip_special_tokens=False) or f"<{i}>"
 
     versions = [
         (run["epoch"], run["version"]) for run in row["version_runs"] for _ in range(run["n"])
