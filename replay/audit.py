@@ -66,15 +66,8 @@ class Report:
         return not same
 
     def to_json(self) -> Row:
-        return {
-            "ok": self.n_violations == 0,
-            "checked": self.checked,
-            "violations": self.violations,
-            "n_violations": self.n_violations,
-            "retired": self.retired,
-            "invisible": self.invisible,
-            "tokens": self.tokens,
-        }
+        names = ("checked", "violations", "n_violations", "retired", "invisible", "tokens")
+        return {"ok": not self.n_violations, **{name: getattr(self, name) for name in names}}
 
 
 def plain(value: Any) -> Any:

@@ -60,7 +60,7 @@ def _settings(ha: History, hb: History) -> Iterator[Row]:
 
 
 def _prompts(a: Log, b: Log) -> Iterator[Row]:
-    """The first ordinal of each purpose that asks something else."""
+    """The first ordinal that asks something else."""
     query = (
         "select group_id, any_value(prompt), any_value(n) from prompts group by group_id, ordinal "
         "order by ordinal"
@@ -70,9 +70,10 @@ def _prompts(a: Log, b: Log) -> Iterator[Row]:
         con = connect([log], query=query)
         asked.append({row[0]: row[1:] for row in con.execute(query).fetchall()})
         con.close()
-    for group in asked[0].keys() & asked[1].keys():
-        if asked[0][group] != asked[1][group]:
-            yield part_of("prompt", asked[0][group], asked[1][group], rollout=f"{group}/0")
+    for group, prompt in asked[0].items():
+        other = asked[1].get(group, prompt)
+        if other != prompt:
+            yield part_of("prompt", prompt, other, rollout=f"{group}/0")
             return
 
 
