@@ -25,6 +25,7 @@ from molt.schemas.errors import ConfigError, LogCorrupt, Retired
 from molt.schemas.records import Ref
 from molt.schemas.streams import STREAMS, fields
 from molt.store.branches import branches, token_lags
+from molt.store.cold import ADDRESS
 from molt.store.control import Record
 from molt.store.log import Log
 from molt.store.scan import (
@@ -75,7 +76,6 @@ TOKENS = fields(
     "train uint8, logprob float32, version_epoch int32, version int64"
 )
 SEGMENT_EXTRAS = fields("n_tokens int64?, n_sampled int64?")
-ADDRESS = fields("writer string?, seq int64?, row int32?")
 (RUN_ID,) = fields("run_id string?")
 (ABANDONED_FIELD,) = fields("abandoned bool?")
 
