@@ -10,8 +10,8 @@ from pathlib import Path
 from rich.console import Console
 
 from molt import loop
+from molt.agents import fields
 from molt.agents.commands import serve_config
-from molt.agents.fields import rows
 from molt.command import (
     LOG,
     argument,
@@ -77,7 +77,7 @@ def run_serve(args: argparse.Namespace) -> int:
 @command("agent fields", "molt agent fields --format json", formats("table", "json", "csv"))
 def run_fields(args: argparse.Namespace) -> int:
     """Which request fields are honoured, overridden, ignored or refused."""
-    print_rows(["wire", "fate", "field", "note"], [*rows()], args.format)
+    print_rows(["wire", "fate", "field", "note"], [*fields.rows()], args.format)
     return 0
 
 

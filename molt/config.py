@@ -5,6 +5,7 @@ The resolved tree is written into the epoch record, so the log says how every st
 
 import dataclasses
 import difflib
+import functools
 import json
 import re
 import tomllib
@@ -232,18 +233,21 @@ def epoch_fields(
 
 def build(cls: Any, tree: Any, where: str) -> Any:
     """A frozen dataclass from a mapping; every key is checked by name and type."""
+    tree = _known(cls, tree, where)
     try:
-        return msgspec.convert(_known(cls, tree, where), cls)
+        return msgspec.convert(tree, cls)
     except msgspec.ValidationError as error:
         what, _, path = str(error).partition(" - at `$.")
-        key = f"{where}{path.rstrip('`')}"
-        raise ConfigError(f"configuration key '{key}': {what}") from None
+        value = functools.reduce(dict.__getitem__, path.rstrip("`").split("[")[0].split("."), tree)
+        shown = "" if isinstance(value, dict) else f": {value!r}"
+        key = where + path.rstrip("`")
+        raise ConfigError(f"configuration key '{key}': {what}{shown}") from None
 
 
 def _known(cls: Any, tree: Any, where: str) -> dict[str, Any]:
     """The tree with all sections, "none" as None; ConfigError for unknown and missing keys."""
     if not isinstance(tree, dict):
-        raise ConfigError(f"'{where}' must be a section, got {tree!r}")
+        raise ConfigError(f"'{where.rstrip('.')}' must be a section, got {tree!r}")
     hints = typing.get_type_hints(cls)
     for key in tree:
         if key not in hints:
