@@ -148,13 +148,16 @@ def _departure(at: int, end: int, all_known: bool, messages: Messages) -> tuple[
 
 
 def well_formed(message: Any) -> bool:
-    """True for what can be compared: a dict with a role, tool calls with a function each."""
+    """True for what can be compared: a dict with a role, calls with a function each, ids texts."""
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         return False
     calls = message.get("tool_calls") or []
-    return isinstance(calls, list) and all(
+    if not isinstance(calls, list) or not all(
         isinstance(c, dict) and isinstance(c.get("function"), dict) for c in calls
-    )
+    ):
+        return False
+    ids = (message.get("tool_call_id"), *(c.get("id") for c in calls))
+    return all(i is None or isinstance(i, str) for i in ids)
 
 
 def same(a: dict[str, Any], b: dict[str, Any]) -> bool:
