@@ -48,23 +48,18 @@ _count: Callable[[Any], int] = np.count_nonzero
 
 def segment_digest(row: Mapping[str, Any], parent_digest: bytes = ROOT_DIGEST) -> bytes:
     """blake2b-256 over the parent's digest, `keep` and the row's own token columns."""
-    h = hashlib.blake2b(parent_digest, digest_size=32)
-    h.update(struct.pack("<q", row["keep"]))
+    parts: list[Any] = [parent_digest, struct.pack("<q", row["keep"])]
     for name, dtype in _DIGESTED.items():
         array = np.ascontiguousarray(row[name], dtype)
-        h.update(struct.pack("<q", len(array)))
-        h.update(array.data)
-    for run in row["version_runs"]:
-        h.update(struct.pack("<iqi", run["epoch"], run["version"], run["n"]))
-    return h.digest()
+        parts += (struct.pack("<q", len(array)), array)
+    runs = row["version_runs"]
+    parts += [struct.pack("<iqi", run["epoch"], run["version"], run["n"]) for run in runs]
+    return hashlib.blake2b(b"".join(parts), digest_size=32).digest()
 
 
 def chain_digest(tip_digests: Sequence[bytes]) -> bytes:
     """blake2b-256 of the tips' digests in segment order: one value names a whole rollout."""
-    h = hashlib.blake2b(digest_size=32)
-    for digest in tip_digests:
-        h.update(digest)
-    return h.digest()
+    return hashlib.blake2b(b"".join(tip_digests), digest_size=32).digest()
 
 
 def check_row(
@@ -159,8 +154,9 @@ def _check_logprobs(row: Row) -> None:
         ok = (logprobs <= LOGPROB_MAX) & (logprobs > -math.inf)
         i = int((~ok).argmax())
         _reject(row, f"logprob {logprobs[i]} at index {i} is not finite and <= 0")
-    if _count(logprobs[row["sampled"] == 0]):
-        i = int(((row["sampled"] == 0) & (logprobs != 0.0)).argmax())
+    loose = (logprobs != 0.0) > row["sampled"]
+    if _count(loose):
+        i = int(loose.argmax())
         _reject(row, f"logprob {logprobs[i]} at index {i}, where nothing was sampled")
 
 

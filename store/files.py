@@ -153,10 +153,10 @@ class Posix:
             return []
 
     def read(self, key: Path, start: int = 0, n: int = -1) -> bytes:
-        with open(key, "rb") as f:
+        with open(key, "rb", buffering=0) as f:
             size = f.seek(0, os.SEEK_END)
             f.seek(max(0, size + start) if start < 0 else start)
-            return f.read(n)
+            return f.readall() if n < 0 else f.read(n)
 
     def identity(self, key: Path) -> tuple[int, int, int]:
         stat = os.stat(key)

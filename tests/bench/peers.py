@@ -27,6 +27,7 @@ from workload import FIELDS, Flat, Packed, Workload
 
 import molt.store.cold
 import molt.store.commit
+from molt.schemas.columns import flat, one_chunk
 from molt.store import Log
 
 COLUMNS = ["token_ids", "sampled", "logprobs", "version_runs"]
@@ -150,14 +151,12 @@ class MoltUncompressed(Molt):
 
 def packed(table: pa.Table) -> Flat:
     """A segments table as flat columns; versions are per token, 0 where not sampled."""
-    flat = {name: table.column(name).combine_chunks().flatten() for name in COLUMNS}
-    mask = flat["sampled"].to_numpy()
-    runs = flat["version_runs"]
+    ids, logprobs, mask = (flat(table, name)[1] for name in ("token_ids", "logprobs", "sampled"))
+    runs = one_chunk(table, "version_runs").flatten()
     versions = np.zeros(len(mask), np.int32)
     versions[mask.view(np.bool_)] = np.repeat(
         runs.field("version").to_numpy(), runs.field("n").to_numpy()
     )
-    ids, logprobs = flat["token_ids"].to_numpy(), flat["logprobs"].to_numpy()
     return {"ids": ids, "logprobs": logprobs, "mask": mask, "versions": versions}
 
 
@@ -362,7 +361,7 @@ class Delta(Peer):
         actions = deltalake.DeltaTable(str(self.folder / "t")).get_add_actions(flatten=True)
         for path in pa.table(actions).sort_by("min.i").column("path").to_pylist():
             table = pq.read_table(self.folder / "t" / path, columns=list(FIELDS), use_threads=False)
-            columns = {n: table.column(n).combine_chunks().flatten() for n in FIELDS}
+            columns = {n: one_chunk(table, n).flatten() for n in FIELDS}
             out.put({n: c.to_numpy(zero_copy_only=False) for n, c in columns.items()})
 
 
