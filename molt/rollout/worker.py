@@ -97,7 +97,6 @@ class RolloutWorker:
             sampling=config.sampling,
             window=config.engine.max_model_len,
             partial_tokens=config.agent.partial_tokens,
-            parses=(tools is not None, thoughts is not None),
             n_experts=routing.n_experts if routing else 0,
         )
         self.sessions: dict[str, Session] = {}

