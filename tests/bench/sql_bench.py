@@ -26,6 +26,21 @@ TOKEN_MEAN = "select avg(logprob) from tokens where sampled = 1"
 TOKEN_MEAN_NATIVE = """
 select avg(l) from (select unnest(logprobs) as l, unnest(sampled) as m from segments) where m = 1"""
 
+SWEEP_WORKLOAD = 10_000
+"""Larger logs repeat so many segments under other names."""
+SWEEP_HEAD = [
+    "segments",
+    "append, segments/s",
+    "raw, segments/s",
+    "ratio",
+    "compact, s",
+    "bytes per token",
+    "first SQL, s",
+    "token mean, ms",
+    "native, ms",
+    "fresh tail, s",
+]
+
 
 def build(folder: Path, workload: Workload, n: int) -> tuple[Log, float, float]:
     """A compacted log of n segments and their rewards; (log, append seconds, compact seconds)."""
@@ -56,7 +71,7 @@ def native(folder: Path, log: Log) -> duckdb.DuckDBPyConnection:
     return con
 
 
-def bench_sql(folder: Path, workload: Workload, report: Report) -> dict[str, float]:
+def bench_sql(folder: Path, workload: Workload, report: Report) -> None:
     log = build(folder / "sql", workload, workload.n)[0]
     peer = native(folder, log)
     start = time.perf_counter()
@@ -67,19 +82,19 @@ def bench_sql(folder: Path, workload: Workload, report: Report) -> dict[str, flo
         "reward by version": (BY_VERSION, BY_VERSION),
         "mean logprob of sampled tokens": (TOKEN_MEAN, TOKEN_MEAN_NATIVE),
     }
-    rows, ratios = [], {}
+    rows = []
     for name, (own, other) in pairs.items():
         check(con.execute(own).fetchall(), peer.execute(other).fetchall())
         rates = interleaved({"molt": asks(con, own), "native": asks(peer, other)})
         times = {k: 1e3 / r.median for k, r in rates.items()}
-        ratios[name] = rates["native"].ratio(rates["molt"])
-        rows.append((name, times["molt"], times["native"], ratios[name]))
+        ratio = rates["native"].ratio(rates["molt"])
+        rows.append((name, times["molt"], times["native"], ratio))
+        report.target(f"SQL, {name}, to native DuckDB", ratio, 1.5, most=True)
     head = ["query", "molt, compacted, ms", "native DuckDB, ms", "ratio"]
     note = f"First connection and query of a process, every byte verified: {first_s:.2f} s."
     report.add(f"SQL, {workload.n} segments, connected and warm", table(head, rows), note)
     con.close()
     peer.close()
-    return ratios
 
 
 def check(own: list[Any], other: list[Any]) -> None:
@@ -94,6 +109,15 @@ def asks(con: duckdb.DuckDBPyConnection, query: str) -> Callable[[int], float]:
         return 1.0
 
     return run
+
+
+def bench_sweep(folder: Path, sizes: list[int], report: Report) -> None:
+    """Whole logs of growing size: what one more segment costs must not depend on those before."""
+    workload = Workload(min(SWEEP_WORKLOAD, sizes[-1]))
+    for k in range(workload.n):
+        workload.row(k)
+    rows = [whole_log(folder / f"sweep-{n}", workload, n) for n in sizes]
+    report.add("Logs of growing size, 64 segments per commit", table(SWEEP_HEAD, rows))
 
 
 def whole_log(folder: Path, workload: Workload, n: int) -> tuple[object, ...]:
