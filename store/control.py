@@ -5,6 +5,7 @@ next number was taken by a newer epoch is fenced. `Lineage` says which records c
 its own, and its ancestors' up to each cut.
 """
 
+import datetime
 import re
 import secrets
 import time
@@ -152,8 +153,6 @@ class ControlLog:
 
     def put(self, kind: str, rows: Sequence[Any], header: Mapping[str, Any] | None = None) -> int:
         """Publish one record under the next number; returns the number."""
-        import datetime
-
         now = datetime.datetime.now(datetime.UTC).replace(tzinfo=None)
         plain = [dict(r) if isinstance(r, Mapping) else to_row(r) for r in rows]
         if header is not None:
