@@ -58,11 +58,17 @@ def poll(run: Run) -> None:
     flow_bench.bench_poll_control(run.folder, run.report)
 
 
+def sql(run: Run) -> None:
+    sql_bench.bench_sql(run.folder, run.workload, run.report)
+    if run.all:
+        sql_bench.bench_sql_peers(run.folder, run.workload, run.kinds, run.report)
+
+
 PARTS: dict[str, Callable[[Run], None]] = {
     "append": append,
     "syncs": lambda run: store_bench.bench_syncs(run.folder, run.kinds, run.report),
     "read": lambda run: store_bench.bench_read(run.folder, run.workload, run.kinds, run.report),
-    "sql": lambda run: sql_bench.bench_sql(run.folder, run.workload, run.report),
+    "sql": sql,
     "flow": lambda run: flow_bench.bench_flow(run.folder, run.report, n=8_000),
     "poll": poll,
     "writers": lambda run: flow_bench.bench_writers(run.folder, run.report),

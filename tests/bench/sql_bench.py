@@ -2,16 +2,17 @@
 
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import duckdb
 import factories as make
-from peers import Molt, Raw
+import numpy as np
+from peers import Molt, Peer, Raw
 from report import Report, table
 from rounds import interleaved
-from store_bench import BATCH
+from store_bench import BATCH, filled
 from workload import RAW_BYTES, Workload
 
 from molt.store import Log
@@ -25,6 +26,8 @@ select s.version, avg(w.value), count(*) from rewards w join (
 TOKEN_MEAN = "select avg(logprob) from tokens where sampled = 1"
 TOKEN_MEAN_NATIVE = """
 select avg(l) from (select unnest(logprobs) as l, unnest(sampled) as m from segments) where m = 1"""
+TOKEN_MEAN_PEER = """
+select avg(l) from (select unnest(logprobs) as l, unnest(mask) as m from {source}) where m = 1"""
 
 SWEEP_WORKLOAD = 10_000
 """Larger logs repeat so many segments under other names."""
@@ -95,6 +98,26 @@ def bench_sql(folder: Path, workload: Workload, report: Report) -> None:
     report.add(f"SQL, {workload.n} segments, connected and warm", table(head, rows), note)
     con.close()
     peer.close()
+
+
+def bench_sql_peers(
+    folder: Path, workload: Workload, kinds: Sequence[type[Peer]], report: Report
+) -> None:
+    """The token mean over what the other stores hold, by DuckDB, connected and warm."""
+    sampled = workload.flat["logprobs"][workload.flat["mask"] == 1]
+    work = {}
+    for kind in kinds:
+        store = filled(kind, folder / f"sql-{kind.__name__}", workload)
+        con = duckdb.connect()
+        con.execute("set threads = 2")
+        source = store.source(con)
+        if source is not None:
+            query = TOKEN_MEAN_PEER.format(source=source)
+            check(con.execute(query).fetchall(), [(sampled.mean(dtype=np.float64),)])
+            work[kind.title] = asks(con, query)
+    rows = [(name, 1e3 / rate.median) for name, rate in interleaved(work, 3).items()]
+    title = f"Mean logprob of sampled tokens in other stores, {workload.n} segments"
+    report.add(title, table(["store", "ms"], rows))
 
 
 def check(own: list[Any], other: list[Any]) -> None:

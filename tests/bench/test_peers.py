@@ -44,6 +44,9 @@ def test_the_same_sql_gives_the_same_answers(tmp_path: Path) -> None:
     found = report.Report()
     sql_bench.bench_sql(tmp_path, WORKLOAD, found)
     assert len(found.targets) == 2 and "native DuckDB" in found.markdown("")
+    kinds = [kind for kind in (peers.Raw, peers.JsonlOrjson, *peers.EXTRA) if not kind.missing()]
+    sql_bench.bench_sql_peers(tmp_path, WORKLOAD, kinds, found)
+    assert "| JSONL + zstd (orjson) |" in found.markdown("")
     row = sql_bench.whole_log(tmp_path / "sweep", WORKLOAD, 30)
     assert row[0] == "30"
 
