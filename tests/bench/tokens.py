@@ -68,6 +68,7 @@ class BenchEngine(Engine):
 
     async def start(self) -> dict[str, Any]:
         info = await super().start()
+        await self._llm.update_weight_version("1.0")
         self._published = True
         return info
 
