@@ -11,6 +11,7 @@ import numpy as np
 from molt.checkpoints import sweep
 from molt.cluster import Cluster
 from molt.config import Config, difference, to_dict
+from molt.issuing import heldout
 from molt.model import folder_digests, resolve_model
 from molt.offline import recorded_config
 from molt.process import packages
@@ -171,7 +172,7 @@ def is_complete(config: Config) -> bool:
     if max(history(log).steps, default=0) < config.run.steps:
         return False
     fold = open_fold(log, Start(), print)
-    last = [g for g in fold.open_groups("eval") if g.dataset == f"heldout@{config.run.steps}"]
+    last = [g for g in fold.open_groups("eval") if g.dataset == heldout(config.run.steps)]
     evaluated = not config.data.eval or (bool(last) and all(map(fold.is_closed, last)))
     return evaluated
 

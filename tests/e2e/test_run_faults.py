@@ -180,14 +180,11 @@ class Kills:
         """After a few more steps, or somewhere in the start; what is in the log then, is kept."""
         run, pause_s = self.run, self.rng.uniform(0.0, 2.0)
         kind, more = "step", self.rng.randint(1, 4)
+        if self.ends_the_run and self.rng.random() < 0.25:
+            kind, more, pause_s = "epoch", 1, self.rng.uniform(0.0, 25.0)
+        before = self.count(kind)
         if run is None or self.ends_the_run:
-            kinds = (("epoch", 1, 25.0), ("step", more, pause_s))
-            kind, more, longest = kinds[self.rng.random() > 0.25]
-            pause_s = self.rng.uniform(0.0, longest)
-            before = self.count(kind)
             run = self.start(100_000)
-        else:
-            before = self.count(kind)
         run.wait_for(kind, before + more)
         psutil.wait_procs([psutil.Process(run.process.pid)], timeout=pause_s)
         assert run.process.poll() is None, run.text()[-3000:]
