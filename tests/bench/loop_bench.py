@@ -212,8 +212,8 @@ class Timed:
         self.routing = RoutingReader(self.source, layers=48, top_k=8, n_experts=128)
 
     def execute_plan(self, number: int) -> StepResult:
-        plan = read_record(self.log.path, number)
-        sequences = share(assemble(self.source, plan), 0, self.load.ranks)
+        plan = share(read_record(self.log.path, number), 0, self.load.ranks)
+        sequences = assemble(self.source, plan)
         recorded = self.routing.of_plan(plan, sequences)
         self.execute(plan.header["step"], sequences, [r.experts_TLK for r in recorded])
         return StepResult(
