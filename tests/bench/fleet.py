@@ -58,6 +58,12 @@ def publish(run: Run) -> None:
     run.version = run.cluster.version = run.step  # type: ignore[attr-defined]
 
 
+def settle(future: Any) -> None:
+    """A play has ended; the run may have stopped waiting for it."""
+    if not future.done():
+        future.set_result(None)
+
+
 # -- the process that is all workers and engines -------------------------------------------------
 
 
@@ -131,7 +137,7 @@ class Fleet:
                 self.cpu_s = at
                 return
             self.durable[group_id] = at
-            self._loop.call_soon_threadsafe(self._open.pop(group_id).set_result, None)
+            self._loop.call_soon_threadsafe(settle, self._open.pop(group_id))
 
     async def call(self, _: Any, method: str, asked: list[Any]) -> None:
         done = self._loop.create_future()

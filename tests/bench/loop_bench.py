@@ -31,7 +31,7 @@ import factories as make
 import fleet
 import numpy as np
 import refit
-from fleet import a_run, publish
+from fleet import a_run, publish, settle
 from report import Report, table
 from simulation import config
 
@@ -248,7 +248,7 @@ class Remote:
                 left = self._open[group_id]
                 left[1] -= 1
                 if not left[1]:
-                    self._loop.call_soon_threadsafe(left[0].set_result, None)
+                    self._loop.call_soon_threadsafe(settle, left[0])
         except (EOFError, OSError, RuntimeError):
             return
 
