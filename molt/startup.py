@@ -10,6 +10,7 @@ import numpy as np
 
 from molt.cluster import Cluster
 from molt.config import Config, epoch_fields, recorded_config, to_dict
+from molt.issuing import heldout
 from molt.model import folder_digests, resolve_model
 from molt.publish import PROBE_PROMPTS, PROBE_TOKENS, Gap, Probe
 from molt.recovery import Start, cut, open_fold
@@ -164,7 +165,7 @@ def is_complete(config: Config) -> bool:
     if max(history(log).steps, default=0) < config.run.steps:
         return False
     fold = open_fold(log, Start(), print)
-    last = [g for g in fold.open_groups("eval") if g.dataset == f"heldout@{config.run.steps}"]
+    last = [g for g in fold.open_groups("eval") if g.dataset == heldout(config.run.steps)]
     evaluated = not config.data.eval or (bool(last) and all(map(fold.is_closed, last)))
     return evaluated
 

@@ -8,6 +8,7 @@ A field in no list is refused too, with the closest name. `molt agent fields` pr
 
 import difflib
 import logging
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -169,6 +170,14 @@ def count(body: Mapping[str, Any], name: str, default: int | None, most: int) ->
     if value is not None and not 1 <= value <= most:
         raise FieldRefused(name, f"'{name}' is {value}, expected 1 to {most}")
     return value
+
+
+def number(body: Mapping[str, Any], name: str, default: float | None) -> float | None:
+    """A number that float64 holds."""
+    value = want(body, name, (int, float), default)
+    if value is not None and not abs(value) <= sys.float_info.max:
+        raise FieldRefused(name, f"'{name}' is {value!r:.80}, which is no number that can be kept")
+    return None if value is None else float(value)
 
 
 def strings(name: str, value: Any) -> tuple[str, ...]:

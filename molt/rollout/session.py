@@ -7,7 +7,9 @@ versions are the engine's own spans (I2); an outcome is durable after all that i
 """
 
 import asyncio
+import reprlib
 import secrets
+import sys
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -391,8 +393,9 @@ class Session:
         None = cannot be scored. Raises SegmentRejected for NaN and for what is no number.
         """
         number = isinstance(value, int | float | np.number) and not isinstance(value, bool)
-        if value is not None and not number:
-            raise SegmentRejected(f"agent reward '{name}' is {value!r}, not a number or None")
+        if value is not None and not (number and abs(value) <= sys.float_info.max):
+            found = reprlib.repr(value)
+            raise SegmentRejected(f"agent reward '{name}' is {found}, not a finite number or None")
         row = RewardRow(
             rollout_id=self.a.rollout_id,
             attempt=self.a.attempt,

@@ -134,7 +134,10 @@ class RolloutWorker:
         finally:
             del self.sessions[session.token]
             await session.close()
-        await session.finish(status, reason, metrics)
+        try:
+            await session.finish(status, reason, metrics)
+        except SegmentRejected as error:
+            await session.finish("failed", f"rejected: {error}")
 
     async def _outcome(self, session: Session) -> Outcome:
         """Play; what is wrong with the rollout becomes its reason, anything else is raised."""
