@@ -119,13 +119,19 @@ class Cluster:
     async def _restart(self, i: int, engine: Any) -> tuple[str, Any]:
         import ray
 
+        name = f"engine-{i}"
         self._watches[i].cancel()
-        with contextlib.suppress(Exception):  # a dead process cannot end its children any more
-            async with asyncio.timeout(20):
-                await engine.shutdown.remote()
-        ray.kill(engine)
-        await self._start_engine(i)
-        return f"engine-{i}", self.engines[i]
+        while True:
+            with contextlib.suppress(Exception):  # a dead process cannot end its children any more
+                async with asyncio.timeout(20):
+                    await engine.shutdown.remote()
+            ray.kill(engine)
+            try:
+                await self._start_engine(i)
+                return name, self.engines[i]
+            except EngineError:
+                engine = self.engines[i]
+                self.check_restarts(name)
 
     def engines_by_name(self) -> dict[str, Any]:
         return {f"engine-{i}": engine for i, engine in enumerate(self.engines)}
@@ -200,11 +206,21 @@ class Cluster:
 
     async def start_worker(self, i: int) -> None:
         """Start worker `i`, or put a new one in the place of a dead one."""
+        while True:
+            actor = self._new_worker(i)
+            self.workers[i], self._known[actor] = actor, (f"worker-{i}", WorkerDied)
+            try:
+                await self.call(actor, "ready")
+                return
+            except WorkerDied:
+                self.check_restarts(f"worker-{i}")
+
+    def _new_worker(self, i: int) -> Any:
         import ray
 
         engines = [RayEngine(f"engine-{k}", e, self.epoch) for k, e in enumerate(self.engines)]
         actor = ray.remote(RolloutWorker).options(num_cpus=0, max_concurrency=REQUESTS_AT_ONCE)
-        self.workers[i] = actor.remote(
+        return actor.remote(
             str(self.log_path),
             self.epoch,
             self.config,
@@ -214,8 +230,6 @@ class Cluster:
             self.routing,
             self.appender.address if self.appender else None,
         )
-        self._known[self.workers[i]] = (f"worker-{i}", WorkerDied)
-        await self.call(self.workers[i], "ready")
 
     async def call(self, actor: Any, method: str, *args: Any) -> Any:
         """One remote call; an actor that died becomes an error that names it and its log."""
@@ -229,6 +243,9 @@ class Cluster:
                 raise
             raise cause from None
         except ray.exceptions.RayActorError as error:
+            if error.actor_init_failed:
+                why = str(error).strip().splitlines()[-1]
+                raise MoltError(f"{self._known[actor][0]} cannot be made: {why}") from None
             raise self._dead(actor, method) from error
 
     async def on_trainers(self, method: str, *args: Any) -> Any:

@@ -19,6 +19,7 @@ from molt.rollout.types import Assignment
 from molt.schemas.errors import WorkerDied
 from molt.schemas.records import PromptRow, Ref
 from molt.schemas.text import canonical_json
+from molt.store.control import Record
 from molt.store.fold import Group, unsettled
 
 if TYPE_CHECKING:
@@ -38,6 +39,11 @@ class Play:
     actor: Any
 
 
+def heldout(step: int) -> str:
+    """Data set of the held-out prompts that the weights of `step` answer."""
+    return f"heldout@{step}"
+
+
 class Issuer:
     """Keeps the engines busy within the lag limit."""
 
@@ -52,13 +58,27 @@ class Issuer:
         self._playing: dict[asyncio.Task[None], Play] = {}
 
     def adopt(self) -> None:
-        """Take over what earlier epochs left unfinished, and the rewards of what they settled."""
+        """Take over what earlier epochs left unfinished, and the rewards of what they settled.
+
+        Held-out prompts that other weights were to answer are let go: these are not those weights.
+        """
+        fold, now = self.run.fold, heldout(self.run.step)
         if self.prompts.wants_rewards:
             for record in self.run.log.records():
-                if self.run.fold.tail.lineage.holds(record.n):
+                if fold.tail.lineage.holds(record.n):
                     self.rewards |= settled_rewards(record)
-        self.backlog.extend(unsettled(self.run.fold, "train"))
-        self.issue_again(list(unsettled(self.run.fold, "eval")), "eval")
+        self.backlog.extend(unsettled(fold, "train"))
+        for group in fold.open_groups("eval"):
+            if group.dataset != now:
+                fold.forget(group.group_id)
+        self.issue_again(list(unsettled(fold, "eval")), "eval")
+
+    def settle(self, record: Record) -> None:
+        """What a plan or drop settled needs no more care, and its rewards are known."""
+        for row in record.rows:
+            self.issued_at.pop(row["group_id"], None)
+        if self.prompts.wants_rewards:
+            self.rewards |= settled_rewards(record)
 
     def fill(self) -> None:
         """Dispatch as many groups as the lag limit allows: unfinished ones first, then new ones."""

@@ -22,21 +22,21 @@ from typing import Any
 from molt import checkpoints, recovery, startup
 from molt.cluster import Cluster
 from molt.config import Config
-from molt.data import Prompts, settled_rewards
-from molt.issuing import Issuer
+from molt.data import Prompts
+from molt.issuing import Issuer, heldout
 from molt.metrics import Meter, at_path, plan_metrics, rollout_metrics
 from molt.planning import Drop, oldest_version, plan_group, plan_header, progress
 from molt.publish import Published, Publisher
 from molt.recovery import Start
 from molt.replay.lag import holds_back
-from molt.replay.redo import plan_digest, sketch_rows
+from molt.replay.redo import step_row
+from molt.schemas.columns import Row
 from molt.schemas.errors import EngineError, MoltError
 from molt.schemas.records import PlanRow, Version
-from molt.schemas.text import canonical_json
 from molt.screen import Screen
 from molt.sinks import Sinks
 from molt.store import Log
-from molt.store.fold import Attempt, Group
+from molt.store.fold import Group
 from molt.store.retention import Upkeep
 
 
@@ -194,7 +194,7 @@ class Run:
     def put_plan(self, step: int, rows: Sequence[PlanRow]) -> int:
         """Make the plan durable: from here on its groups are settled and the step will happen."""
         groups = {row.group_id: self.fold.groups[row.group_id] for row in rows}
-        trained = [a for g in groups.values() for a in self._finished(g)]
+        trained = [outcome for group in groups.values() for outcome in self._outcomes(group)]
         self.meter.planned = rollout_metrics(trained, self.meter.dropped)
         number = self.put("plan", rows, asdict(plan_header(self.config, step, self.epoch)))
         self.issuer.fill()
@@ -202,7 +202,7 @@ class Run:
 
     def drop(self, drop: Drop, group: Group | None = None) -> None:
         """Settle a group without a step; a run that only drops is stopped with the reason."""
-        self.meter.drop(drop.reason, self._finished(group) if group is not None else [])
+        self.meter.drop(drop.reason, self._outcomes(group) if group is not None else [])
         self.put("drop", [drop], {})
         self.screen.say(f"{drop.group_id} dropped: {drop.reason}")
         self._dropped_in_a_row += 1
@@ -214,9 +214,9 @@ class Run:
                 'rollouts group by 1"` shows all reasons'
             )
 
-    def _finished(self, group: Group) -> list[Attempt]:
+    def _outcomes(self, group: Group) -> list[Row]:
         found = (self.fold.finished(group, r) for r in group.rollout_ids())
-        return [attempt for attempt in found if attempt is not None]
+        return [a.outcome for a in found if a is not None and a.outcome is not None]
 
     async def train(self, plan: int) -> None:
         """Execute a durable plan, record the step, and checkpoint when it is due."""
@@ -249,20 +249,7 @@ class Run:
         driver = self.meter.take()
         seconds = {**driver["seconds"], "trainer": outcome.metrics["seconds"]}
         metrics = {**plan_metrics(rows), **driver, **outcome.metrics, "seconds": seconds}
-        groups = {r["group_id"] for r in rows}
-        counts = {"rollouts": len(rows), "groups": len(groups), "plan": plan_digest(rows)}
-        row = {
-            "epoch": self.epoch,
-            "step": step,
-            "updates": outcome.updates,
-            "loss": outcome.loss,
-            "grad_norm": outcome.grad_norm,
-            "n_tokens": outcome.n_tokens,
-            "counts": canonical_json(counts),
-            "metrics": canonical_json(metrics),
-            "state_digest": outcome.state_digest,
-            "sketch": sketch_rows(outcome.sketch),
-        }
+        row = step_row(self.epoch, step, rows, outcome, metrics)
         self.put("step", [row])
         self.metrics = metrics
         self.sinks.write(step, metrics)
@@ -274,8 +261,8 @@ class Run:
         number = self.log.control.put(kind, rows, header)
         self.meter.commit_s.append(time.perf_counter() - started)
         self.fold.update()
-        if kind in ("plan", "drop") and self.prompts.wants_rewards:
-            self.issuer.rewards |= settled_rewards(self.log.records(number)[0])
+        if kind in ("plan", "drop"):
+            self.issuer.settle(self.log.records(number)[0])
         return number
 
     # -- weights -------------------------------------------------------------------------------
@@ -329,7 +316,7 @@ class Run:
             return
         if self.version != self.step:
             await self.publish()
-        dataset = f"heldout@{self.step}"
+        dataset = heldout(self.step)
         self.fold.update()
         known = [g for g in self.fold.open_groups("eval") if g.dataset == dataset]
         first = self.fold.next_ordinal.get("eval", 0)
@@ -342,6 +329,8 @@ class Run:
                 self.fold.update()
                 asked = [g for g in self.fold.open_groups("eval") if g.dataset == dataset]
                 if all(self.fold.is_closed(g) for g in asked):
+                    for group in asked:
+                        self.fold.forget(group.group_id)
                     break
                 await self._news()
 

@@ -4,14 +4,16 @@ import math
 import statistics
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from molt.schemas.errors import MoltError
-from molt.store.fold import Attempt, Fold
+from molt.store.fold import Fold
 
+Outcome = Mapping[str, Any]
+"""A `rollouts` row."""
 RIGHT = 1.0
 """A rollout counts as solved (pass@1) from this reward on."""
 
@@ -40,23 +42,22 @@ def plan_metrics(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def rollout_metrics(trained: Sequence[Attempt], dropped: Sequence[Attempt]) -> dict[str, Any]:
+def rollout_metrics(trained: Sequence[Outcome], dropped: Sequence[Outcome]) -> dict[str, Any]:
     """Lengths, truncation and regenerated tokens of the rollouts that a plan settles.
 
     `lengths.trained` and `.issued` are deciles (10 % to 90 %) of the sampled tokens per rollout;
     issued = trained + dropped since the last step. If they differ, long rollouts are being lost.
     """
-    outcomes = [a.outcome for a in trained if a.outcome is not None]
-    n = [a.n_sampled for a in trained]
+    n, lost = ([o["counts"]["sampled"] for o in side] for side in (trained, dropped))
     return {
         "lengths": {
             "mean": statistics.fmean(n) if n else None,
             "max": max(n, default=None),
             "trained": _deciles(n),
-            "issued": _deciles([*n, *(a.n_sampled for a in dropped)]),
+            "issued": _deciles([*n, *lost]),
         },
-        "truncated": sum(o["status"] == "truncated" for o in outcomes) / max(len(outcomes), 1),
-        "regenerated_tokens": sum(o["counts"]["regenerated"] for o in outcomes),
+        "truncated": sum(o["status"] == "truncated" for o in trained) / max(len(trained), 1),
+        "regenerated_tokens": sum(o["counts"]["regenerated"] for o in trained),
     }
 
 
@@ -84,16 +85,16 @@ class Meter:
 
     def _begin(self) -> None:
         self.drops: Counter[str] = Counter()
-        self.dropped: list[Attempt] = []
+        self.dropped: list[Outcome] = []
         self.commit_s: list[float] = []
         """Seconds from append, or put, to durable."""
         self.redone = self.recompute_tokens = self.reissued = 0
         self.planned: dict[str, Any] = {}
         """`rollout_metrics` of the plan."""
 
-    def drop(self, reason: str, attempts: Sequence[Attempt]) -> None:
+    def drop(self, reason: str, outcomes: Sequence[Outcome]) -> None:
         self.drops[reason.partition(":")[0]] += 1
-        self.dropped += attempts
+        self.dropped += outcomes
 
     def take(self) -> dict[str, Any]:
         seconds = self.clock.lap()

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from molt import checkpoints
-from molt.config import Config, build
+from molt.config import recorded_config
+from molt.metrics import rollout_metrics
 from molt.planning import Drop
 from molt.replay.redo import redo
 from molt.replay.replay import history
@@ -21,7 +22,7 @@ from molt.schemas.errors import ConfigError, LogCorrupt, MoltError, RecoveryErro
 from molt.schemas.records import Ref
 from molt.store import Log
 from molt.store.control import Record, lineage_of, read_record
-from molt.store.fold import COLUMNS, STREAMS, Fold
+from molt.store.fold import COLUMNS, MARKER, STREAMS, Fold
 from molt.store.reader import CommitFile
 from molt.train.settings import trainer_settings
 
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from molt.loop import Run
 
 DROPPED = "--drop"
+SAME = "rollouts.rollout_id = plans.rollout_id and rollouts.attempt = plans.attempt"
 BUILT_IN = (
     *("dtype", "world_size", "tp_size", "ep_size", "cp_size", "threads"),
     *("activation_checkpointing", "cpu_offload", "reshard_after_forward"),
@@ -112,7 +114,7 @@ def open_fold(log: Log, start: Start, say: Callable[[str], None]) -> Fold:
 def _needed(log: Log, records: Sequence[Record], file: CommitFile) -> list[str]:
     """Rollouts for which redo needs rows of a commit: planned after the last checkpoint."""
     saved = [r.rows[0] for r in records if r.kind == "checkpoint"]
-    whole = [r["step"] for r in saved if (log.path / r["path"] / checkpoints.MARKER).exists()]
+    whole = [r["step"] for r in saved if (log.path / r["path"] / MARKER).exists()]
     found = {
         row["rollout_id"]: None
         for plan in records
@@ -153,6 +155,7 @@ async def recover(run: "Run") -> None:
     if not plans:
         return
     run.screen.say(f"redo of {len(plans)} step(s) after step {run.step}, from the log")
+    run.meter.clock.start("redo")
     before = await run.cluster.on_trainers("sketch") if run.config.train.sketch else None
     current = trainer_settings(run.config, run.cluster.model_folder)
     in_force = current
@@ -160,7 +163,7 @@ async def recover(run: "Run") -> None:
     async def execute(number: int) -> Any:
         nonlocal in_force
         plan = read_record(run.log.path, number)
-        recorded: Config = build(Config, json.loads(epochs[plan.epoch]["config"]), "")
+        recorded = recorded_config(epochs[plan.epoch])
         wanted = trainer_settings(recorded, run.cluster.model_folder)
         if wanted != in_force:
             await run.cluster.on_trainers("configure", wanted)
@@ -180,13 +183,25 @@ async def recover(run: "Run") -> None:
         limit=run.config.limits.redo_gap,
     ):
         if step not in found.steps:
+            run.meter.planned = _rollout_metrics(run.log, step)
             run.record_step(step, run.log.records(plans[step])[0].rows, outcome)
         run.step, run.state_digest = step, outcome.state_digest
         how = f"sketch within {gap:.1e}" if gap is not None else f"state {outcome.state_digest}"
         run.screen.say(f"step {step} redone: {how} as recorded")
     run.meter.redone = len(plans)
+    run.meter.clock.start("start")
     if in_force != current:
         await run.cluster.on_trainers("configure", current)
+
+
+def _rollout_metrics(log: Log, step: int) -> dict[str, Any]:
+    """Of a plan whose step was never recorded: the fold has forgotten its settled groups."""
+    query = f"select status, counts from rollouts semi join plans on {SAME} and plans.step = {step}"
+    try:
+        rows = log.sql(query).fetchall()
+    except LogCorrupt:
+        return {}  # of a rollout that is passed over; the plan's own rows are read apart
+    return rollout_metrics([{"status": status, "counts": counts} for status, counts in rows], [])
 
 
 def _built(epoch: Row) -> tuple[Any, ...]:

@@ -117,6 +117,7 @@ class Simulation:
         train_s: float = 10.0,
         start: Start | None = None,
         epoch: dict[str, Any] | None = None,
+        evaluates: bool = False,
     ) -> None:
         log = Log.create(path)
         number = make.open_epoch(log, **(epoch or {})).epoch
@@ -129,7 +130,7 @@ class Simulation:
         for drop in asked_drops(self.run.fold, (start or Start()).drop):
             self.run.drop(drop)
         self.run.step = self.run.fold.last_step
-        self.unsettled_max = 0
+        self.unsettled_max, self.evaluates = 0, evaluates
         self.waits = 0
 
         async def news() -> None:
@@ -144,9 +145,15 @@ class Simulation:
         self.publish()
         self.run.issuer.adopt()
         await asyncio.sleep(0)
+        await self.evaluate()
         for _ in range(n):
             await self.one()
+            await self.evaluate()
         await self.run.issuer.close()
+
+    async def evaluate(self) -> None:
+        if self.evaluates:
+            await self.run.evaluate_if_due()
 
     async def one(self) -> None:
         """Plan, train, record, publish when due."""

@@ -4,7 +4,7 @@ The driver hands over the number of a plan record; every rank reads it, takes it
 sequences, reads their rows by address and verifies them (I1, I6) before the first forward.
 """
 
-from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from molt.replay.assemble import TrainSequence, assemble
@@ -12,7 +12,7 @@ from molt.replay.sources import Sources
 from molt.rollout.sender import WeightSender
 from molt.schemas.errors import MoltError
 from molt.store import Log
-from molt.store.control import read_record
+from molt.store.control import Record, read_record
 from molt.train.recorded import RoutingReader
 from molt.train.trainer import StepResult, Trainer, TrainerSettings
 
@@ -52,12 +52,12 @@ class TrainerActor(Trainer):
 
     def execute_plan(self, number: int) -> StepResult:
         """Execute the plan of control record `number`: one step."""
-        plan = read_record(self.log.path, number)
+        plan = share(read_record(self.log.path, number), *self._share)
         sequences: list[TrainSequence] | Exception
         recorded = None
         try:
             source = self.sources(plan.epoch)
-            sequences = share(assemble(source, plan), *self._share)
+            sequences = assemble(source, plan)
             if self.routing is not None:
                 recorded = RoutingReader(source, **self.routing.shape).of_plan(plan, sequences)
         except (MoltError, OSError) as error:
@@ -95,11 +95,12 @@ class TrainerActor(Trainer):
         super().close()
 
 
-def share(sequences: Sequence[TrainSequence], rank: int, n: int) -> list[TrainSequence]:
+def share(plan: Record, rank: int, n: int) -> Record:
     """What data-parallel rank `rank` of `n` trains: whole groups, so shared prompts stay together.
 
-    Ranks that only differ in tensor or context parallelism get the same sequences.
+    Ranks that only differ in tensor or context parallelism get the same rows. No rank reads the
+    token data of another.
     """
-    groups = sorted({s.group_id for s in sequences}, key=lambda g: (len(g), g))
-    mine = {g for i, g in enumerate(groups) if i % n == rank}
-    return [s for s in sequences if s.group_id in mine]
+    trained = {row["group_id"] for row in plan.rows if row["decision"] != "baseline_only"}
+    mine = set(sorted(trained, key=lambda g: (len(g), g))[rank::n])
+    return replace(plan, rows=[row for row in plan.rows if row["group_id"] in mine])

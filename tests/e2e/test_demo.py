@@ -12,11 +12,13 @@ from pathlib import Path
 
 import pytest
 from launch import Train, molt, sql
-from test_run import MISSING, TWICE, UNSETTLED
+from test_run import MISSING, SETTLED, TWICE, UNSETTLED
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(1500)]
 
 DEMO = Path(__file__).parents[2] / "molt" / "recipes" / "demo.toml"
+PROMPTS = 25 * 8
+"""What the recipe settles, disturbed or not: it drops none."""
 
 
 def demo(folder: Path, *overrides: str) -> Path:
@@ -39,6 +41,7 @@ def test_the_demo_learns(tmp_path: Path, seed: int) -> None:
     found = molt("report", str(log), "--check", "--format", "json")
     print(seed, found.stdout)
     assert found.returncode == 0, found.stdout
+    assert sql(log, SETTLED) == [{"n": PROMPTS}]
 
 
 def test_the_control_does_not(tmp_path: Path) -> None:
@@ -66,4 +69,5 @@ def test_killed_in_the_middle_it_goes_on(tmp_path: Path) -> None:
     log = second.log
     assert sql(log, TWICE) == [] and sql(log, MISSING) == [] and sql(log, UNSETTLED) == []
     assert sql(log, "select count(*) as n from steps") == [{"n": 25}]
+    assert sql(log, SETTLED) == [{"n": PROMPTS}], "as many as undisturbed"
     assert molt("doctor", str(log)).returncode == 0

@@ -144,7 +144,7 @@ def plan_of(log: Log, config: Any, step: int) -> Any:
     """The plan of all closed groups, written and read back."""
     fold = Fold(log.tail(streams=STREAMS, columns=COLUMNS))
     fold.update()
-    rows = [r for g in fold.closed_groups("train") for r in plan_group(fold, g, step, config)]
+    rows = [r for g in make.closed_groups(fold) for r in plan_group(fold, g, step, config)]
     header = {k: v for k, v in to_row(plan_header(config, step, 1)).items() if k != "epoch"}
     return read_record(log.path, log.control.put("plan", rows, header))
 

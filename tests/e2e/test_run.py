@@ -13,6 +13,7 @@ from pathlib import Path
 import factories as make
 import pytest
 from launch import Train, molt, sql
+from tasks import broken_prompts
 from tiny import tiny_tied_llama
 
 from molt.config import load, to_dict
@@ -34,6 +35,7 @@ select k from (
 ) where k not in (select ordinal from prompts where purpose = 'train')
 """
 UNSETTLED = "select group_id from groups where purpose = 'train' and not settled"
+SETTLED = "select count(*) as n from groups where purpose = 'train' and settled"
 ROLLOUT_TWICE = "select rollout_id from plans group by rollout_id having count(*) > 1"
 
 
@@ -75,6 +77,7 @@ def test_killed_with_broken_prompts_then_resumed(
     assert "redo of" in second.text()
     assert sql(log, TWICE) == [] and sql(log, MISSING) == [] and sql(log, UNSETTLED) == []
     assert [r["step"] for r in sql(log, "select step from steps order by step")] == [*range(1, 7)]
+    assert sql(log, SETTLED) == [{"n": settled_undisturbed(6 * 2)}]
     reasons = {r["reason"] for r in sql(log, "select distinct reason from rollouts")}
     for part in ("boom", "is nan", "window of 160", "not a Turn", "SystemExit", "deadline"):
         assert any(part in str(r) for r in reasons), reasons
@@ -98,6 +101,12 @@ def test_killed_with_broken_prompts_then_resumed(
     check_damage_is_found(log)
 
 
+def settled_undisturbed(planned: int) -> int:
+    """Prompts up to the one that fills the last plan; those that break are dropped."""
+    good = [k for k, prompt in enumerate(broken_prompts(0)) if prompt["kind"] == "plain"]
+    return good[planned - 1] + 1
+
+
 def check_metrics(log: Path) -> None:
     """Every figure that `steps.metrics` promises is there, and some that can be known are right."""
     rows = sql(log, "select step, updates, metrics from steps order by step")
@@ -106,6 +115,8 @@ def check_metrics(log: Path) -> None:
     for found in metrics:
         assert {"reward", "pass_at_1", "lengths", "truncated", "drops", "kl_coef"} <= set(found)
         assert {"mismatch", "idle", "commit_s", "lags", "recompute_tokens"} <= set(found)
+        assert {"regenerated_tokens", "redone", "reissued", "clip_high_frac"} <= set(found)
+        assert found["lengths"]["trained"] and found["lengths"]["issued"]
         assert 0 <= found["clip_low_frac"] <= 1 and found["tokens_per_s"] > 0
         assert 0 <= found["idle"]["trainer"] <= 1 and found["seconds"]["trainer"]["forward"] > 0
     assert metrics[0]["kl"] == 0 < metrics[-1]["kl"]

@@ -7,6 +7,7 @@ asked by plain SQL and by executing every plan once more from the first weights.
 
 import asyncio
 import datetime
+import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -181,6 +182,8 @@ def check(log: Log, model: Path, trainer: TrainerActor) -> None:
     """Nothing twice, nothing skipped, and every recorded step is what its plan makes."""
     steps = log.sql("select step, state_digest from steps order by step").fetchall()
     assert [s for s, _ in steps] == list(range(1, STEPS + 1))
+    metrics = [json.loads(m) for (m,) in log.sql("select metrics from steps").fetchall()]
+    assert all(m["lengths"]["trained"] and m["regenerated_tokens"] == 0 for m in metrics)
     assert log.sql(TWICE).fetchall() == []
     assert log.sql(MISSING).fetchall() == []
     assert log.sql(SKIPPED).fetchall() == []

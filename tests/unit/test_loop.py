@@ -49,7 +49,7 @@ def test_waiting_trains_the_lengths_that_were_issued(tmp_path: Path, policy: str
     conf = config("algo.max_lag=1", f"algo.lag={policy}", "run.steps=1000")
     found = simulate(tmp_path / "log", conf, 25, slow=0.1)
     log, fold = found.run.log, found.run.fold
-    settled = fold.low_water_mark()
+    settled = fold.settled["train"].low
     assert settled > 12
     issued = [n for r, n in found.players.lengths.items() if _ordinal(r) < settled]
     within = f"cast(split_part(plans.group_id, '-', 2) as int) < {settled}"
@@ -99,9 +99,62 @@ def test_from_an_earlier_step_the_future_is_invisible_and_nothing_is_skipped(
     versions = log.sql("select distinct unnest(version_runs) as run from segments").fetchall()
     shown = {(r[0]["epoch"], r[0]["version"]) for r in versions}
     assert not shown & {(1, v) for v in range(3, 7)}
-    assert second.fold.low_water_mark() >= 20, "old groups first"
+    assert second.fold.settled["train"].low >= 20, "old groups first"
     with pytest.raises(ConfigError, match="--from 9: this lineage has the steps 0 to 6"):
         cut(log.records(), Start(from_step=9))
+
+
+EVALUATED = """
+select cast(split_part(dataset, '@', 2) as int) as step, count(distinct group_id),
+    min(version_runs[1].version), max(version_runs[1].version)
+from (select distinct group_id, dataset from prompts where purpose = 'eval')
+join segments using (group_id) group by 1 order by 1
+"""
+
+
+def test_held_out_prompts_are_asked_at_intervals_with_the_weights_of_their_step(
+    tmp_path: Path,
+) -> None:
+    """Also from an earlier step on: what abandoned weights answered is asked again, of others."""
+    conf, path = config("run.eval_every=2", "run.steps=5"), tmp_path / "log"
+    first = simulate(path, conf, 5, evaluates=True).run
+    n = len(first.prompts.heldout)
+    assert n > 0 and first.fold.open_groups("eval") == [], "evaluations pile up"
+    assert first.log.sql(EVALUATED).fetchall() == [(s, n, s, s) for s in (0, 2, 4, 5)]
+    parent, last = cut(first.log.records(), Start(from_step=3))
+    lineage = {"parent_epoch": parent, "cut": last}
+    second = simulate(path, conf, 2, evaluates=True, epoch=lineage).run
+    assert second.log.sql(EVALUATED).fetchall() == [(s, n, s, s) for s in (0, 2, 4, 5)]
+    asked = "select reason, count(*) from prompts where purpose = 'eval' group by 1"
+    assert second.log.sql(asked).fetchall() == [("new", 6 * n)]
+
+
+def test_an_evaluation_that_was_broken_off_is_ended(tmp_path: Path) -> None:
+    """The driver died when seven prompts were asked and some of them answered."""
+    conf, path = config("run.steps=5"), tmp_path / "log"
+    first = Simulation(path, conf, evaluates=True)
+    n, first.run.prompts.heldout = len(first.run.prompts.heldout), first.run.prompts.heldout[:7]
+
+    async def die() -> None:
+        await asyncio.sleep(0)
+        first.players.advance(10.0)
+        raise KeyboardInterrupt
+
+    async def broken_off() -> None:
+        first.publish()
+        first.run._news = die  # type: ignore[method-assign]
+        await first.evaluate()
+
+    with pytest.raises(KeyboardInterrupt):
+        asyncio.run(broken_off())
+    log = first.run.log
+    ended = "select count(*) from rollouts where group_id like 'eval-%'"
+    ((n_ended,),) = log.sql(ended).fetchall()
+    assert 0 < n_ended < 7 < n
+    simulate(path, conf, 1, evaluates=True)
+    asked = "select reason, count(*) from prompts where purpose = 'eval' group by 1 order by 1"
+    assert log.sql(asked).fetchall() == [("new", n), ("reissue", 7 - n_ended)]
+    assert log.sql(ended).fetchall() == [(n,)]
 
 
 def test_a_dead_worker_is_replaced_and_what_it_was_playing_is_issued_again(tmp_path: Path) -> None:

@@ -20,20 +20,17 @@ from molt.schemas.errors import ConfigError, MoltError
 from molt.screen import Screen
 from molt.sinks import Sinks, flat
 from molt.store import Log, Writer
-from molt.store.fold import COLUMNS, STREAMS, Attempt, Fold
+from molt.store.fold import COLUMNS, STREAMS, Fold
 
 
-def attempt(n: int, status: str = "ok", regenerated: int = 0) -> Attempt:
-    found = Attempt(rollout_id="train-0/0", attempt=0)
+def outcome(n: int, status: str = "ok", regenerated: int = 0) -> dict[str, Any]:
     counts = {"sampled": n, "context": 0, "regenerated": regenerated}
-    found.outcome = make.rollout(status=status, counts=counts)
-    found.segments = {0: type("S", (), {"n_sampled": n})()}
-    return found
+    return make.rollout(status=status, counts=counts)
 
 
 def test_lost_long_rollouts_show_in_the_deciles() -> None:
-    short = [attempt(n) for n in range(10, 20)]
-    long = [attempt(n, "truncated", regenerated=5) for n in range(100, 110)]
+    short = [outcome(n) for n in range(10, 20)]
+    long = [outcome(n, "truncated", regenerated=5) for n in range(100, 110)]
     fair = rollout_metrics([*short, *long], [])
     assert fair["lengths"]["trained"] == fair["lengths"]["issued"]
     assert fair["truncated"] == 0.5 and fair["regenerated_tokens"] == 50
@@ -56,7 +53,7 @@ def test_plan_metrics_count_each_lag_and_what_was_solved() -> None:
 
 def test_the_meter_begins_anew_after_every_step() -> None:
     meter = Meter()
-    meter.drop("no reward: agent: boom", [attempt(7)])
+    meter.drop("no reward: agent: boom", [outcome(7)])
     meter.drop("no reward: deadline", [])
     meter.drop("lag", [])
     meter.commit_s += [0.25, 0.75]
@@ -140,5 +137,5 @@ def console_of(folder: Path, monkeypatch: pytest.MonkeyPatch, free: float, disk:
 
 
 def test_deciles_are_nine_numbers() -> None:
-    found = rollout_metrics([attempt(n) for n in range(1, 101)], [])["lengths"]["trained"]
+    found = rollout_metrics([outcome(n) for n in range(1, 101)], [])["lengths"]["trained"]
     assert len(found) == 9 and np.allclose(found, np.quantile(range(1, 101), np.arange(1, 10) / 10))
