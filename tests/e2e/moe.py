@@ -91,7 +91,8 @@ def routed(
         for hook in hooks:
             hook.remove()
         trainer.model.reshard()
-    return torch.stack(experts, 1).numpy().astype(np.uint8), torch.stack(logits, 1).float().numpy()
+    own, logits_TLE = (torch.stack(part, 1).cpu() for part in (experts, logits))
+    return own.numpy().astype(np.uint8), logits_TLE.float().numpy()
 
 
 def choices(trainer: Trainer, ids: list[int]) -> np.ndarray:
