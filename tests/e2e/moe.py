@@ -95,11 +95,6 @@ def routed(
     return own.numpy().astype(np.uint8), logits_TLE.float().numpy()
 
 
-def choices(trainer: Trainer, ids: list[int]) -> np.ndarray:
-    """The experts that the trainer itself takes for all but the last token: [T - 1, L, K]."""
-    return routed(trainer, ids)[0]
-
-
 def agree(trainer: Trainer, ids: list[int], told: Recorded) -> np.ndarray:
     """Where `told` are the trainer's own experts, or tie with them within TIE.
 
@@ -120,7 +115,7 @@ def plan(trainer: Trainer, seed: int, **shape: int) -> tuple[list[TrainSequence]
     sequences, recorded = [], []
     for rollout, (ids, start) in token_lists(seed, **shape).items():
         sequences.append(sequence(rollout, ids, start, trainer.score([ids])[0]))
-        recorded.append(known(choices(trainer, ids)))
+        recorded.append(known(routed(trainer, ids)[0]))
     return sequences, recorded
 
 
