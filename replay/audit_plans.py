@@ -7,12 +7,12 @@ step); the rows say what happened. Neither is derived from the other here.
 import math
 import re
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from molt.replay.assemble import PlannedSegment, segments_of, sequences_of
+from molt.replay.assemble import PlannedSegment, TrainSequence, segments_of, sequences_of
 from molt.replay.audit_control import Fact, Facts, setting
 from molt.replay.sources import Sources, log_of
 from molt.schemas.check import chain_digest
@@ -135,7 +135,9 @@ class PlanPass:
             return 0
         step, max_lag = plan.header["step"], plan.header["max_lag"]
         try:
-            return sum(int(s.mask.sum()) for s in sequences_of(row, segments, step, max_lag))
+            sequences = sequences_of(row, segments, step, max_lag)
+            self._coverage(plan, row, sequences, source)
+            return sum(int(s.mask.sum()) for s in sequences)
         except MoltError as error:
             self._refused(error, who)
             return None
@@ -222,6 +224,31 @@ class PlanPass:
             what = f"{row['rollout_id']}: its advantage at step {plan.header['step']}"
             named = {"rollout": row["rollout_id"]}
             self.report.differ("I1", what, float(row["advantage"]), float(found), **named)
+
+    def _coverage(
+        self, plan: Record, row: Row, sequences: Sequence[TrainSequence], source: Sources
+    ) -> None:
+        """I3: experts are recorded for as much of each trained sequence as the run demanded."""
+        config = self.facts.configs[plan.epoch]
+        if setting(config, "train.routing", "off") == "off":
+            return
+        limit = setting(config, "limits.routing_coverage", 0.9)
+        refs = {branch["tip"]: branch["refs"] for branch in row["branches"]}
+        for sequence in (s for s in sequences if s.mask.any()):
+            known = np.zeros(int(np.flatnonzero(sequence.mask)[-1]), bool)
+            for place in (source.routing_place(Ref(**ref)) for ref in refs[sequence.tip]):
+                if place is not None:
+                    known[place[1] : place[1] + place[2]] = True
+            if known.mean() < limit:
+                self.report.violation(
+                    "I3",
+                    f"experts are recorded for {known.sum()} of {len(known)} tokens",
+                    rollout=row["rollout_id"],
+                    segment=sequence.tip,
+                    token=int(known.argmin()),
+                    expected=limit,
+                    found=float(known.mean()),
+                )
 
     def _routing(self, row: Row, segments: Mapping[int, PlannedSegment], source: Sources) -> None:
         """Planned expert choices are of this attempt and within its chain."""

@@ -30,6 +30,7 @@ CONFIG = {
     "algo": {"std_normalize": False},
     "reward": {"weights": {"score": 2.0}, "sum_turns": False},
     "engine": {"dtype": "float32"},
+    "train": {"routing": "replay"},
     "limits": {"float32_gap_floor": 1e-4, "bf16_gap_floor": 0.1, "baseline_factor": 10.0},
 }
 STEPS, GROUPS, ROLLOUTS = 3, 2, 2

@@ -28,8 +28,8 @@ from molt.train.batch import Batch
 from molt.train.packing import Row
 
 MODES = ("off", "replay", "freeze")
-JUDGED_MIN = 32
-"""Token-layers of a sequence (or of a layer) below which its share says nothing."""
+LAYER_TOKENS, SEQUENCE_TOKENS = 32, 8
+"""Tokens of a layer or of a sequence below which its share says nothing."""
 
 
 class Router(RouterReplay):
@@ -161,25 +161,30 @@ class RoutingReplay:
         for layer in np.flatnonzero(differs_TL.any(0)).tolist():
             first = int(differs_TL[:, layer].argmax())
             tally.first_in_layer.setdefault(layer, describe(first, layer))
+        is_trained_T = np.zeros(n_T, bool)
+        is_trained_T[row.keep_R] = True
         for sequence in np.unique(row.sequence_T).tolist():
             mine_T = (row.sequence_T == sequence) & known_T
-            n = int(mine_T.sum()) * len(self.routers)
-            share = float(differs_TL[mine_T].sum()) / max(n, 1)
-            if n >= JUDGED_MIN and share > tally.worst_sequence.share:
-                token, layer = np.argwhere(differs_TL & mine_T[:, None])[0].tolist()
-                tally.worst_sequence = Difference(share, describe(token, layer))
+            for part_T in (mine_T, mine_T & is_trained_T):  # a long prompt hides a wrong reply
+                share = float(differs_TL[part_T].sum()) / max(differs_TL[part_T].size, 1)
+                if part_T.sum() >= SEQUENCE_TOKENS and share > tally.worst_sequence.share:
+                    token, layer = np.argwhere(differs_TL & part_T[:, None])[0].tolist()
+                    tally.worst_sequence = Difference(share, describe(token, layer))
 
     def check(self, step: int, tally: RoutingTally) -> None:
         """TrainerError, on every rank, if a layer or a sequence differs too often. Collective."""
         tally.add_up()
-        shares_L = np.where(tally.compared >= JUDGED_MIN, tally.shares(), 0.0)
+        shares_L = np.where(tally.compared >= LAYER_TOKENS, tally.shares(), 0.0)
         layer = int(shares_L.argmax())
         if max(tally.worst_share, shares_L[layer]) <= self.mismatch_max:
             return
         found, place = float(shares_L[layer]), tally.first_in_layer.get(layer)
         what = f"of the tokens in layer {self.routers[layer].name}"
         if tally.worst_share >= found:
-            found, what = tally.worst_share, "of the token-layers of one sequence"
+            found, what = (
+                tally.worst_share,
+                "of the token-layers of one sequence or of its trained part",
+            )
             place = tally.worst_sequence.text if tally.worst_sequence.share == found else None
         raise TrainerError(
             f"step {step}: recorded and live experts differ in {found:.0%} {what}, limit "

@@ -1,7 +1,8 @@
 """What routing costs: bytes per token, append, tail, a step with replay beside one without.
 
 The stream has the shape of a real model, 48 layers with 8 of 128 experts per token; the step is
-that of the tiny Qwen3-MoE on one rank. Ratios within one run are what counts.
+that of the tiny Qwen3-MoE on one rank, both kinds in pairs. Ratios within one run are what counts;
+absolute times want a quiet machine.
 """
 
 import os
@@ -25,7 +26,7 @@ from molt.store.fold import COLUMNS, STREAMS
 from molt.train.recorded import RoutingReader
 
 ROUNDS = 5
-STEP_ROUNDS = 15
+STEP_ROUNDS, WARM_UP = 20, 3
 TOKENS, SEGMENTS = 985, 32
 SHAPE = RoutingShape(layers=tuple(range(48)), top_k=8, n_experts=128)
 
@@ -115,27 +116,33 @@ def steps() -> None:
     import moe
 
     from molt.recipes.moe import save_qwen3_moe
+    from molt.train.routing import gates
 
     with tempfile.TemporaryDirectory() as folder:
         model = save_qwen3_moe(Path(folder) / "model")
         options = {"threads": 2, "microbatch_tokens": 1024, "routing_mismatch": 1.0, "lr": 0.0}
         trainer = moe.started(moe.settings(model, routing_sample_every=10**6, **options))
         sequences, recorded = moe.plan(trainer, 1, groups=16, members=4)
-        routing = trainer.routing
-        wall: dict[str, list[float]] = {"off": [], "replay": []}
-        cpu: dict[str, list[float]] = {"off": [], "replay": []}
-        for n in range(2 * STEP_ROUNDS + 2):
-            mode = ("off", "replay")[n % 2]
+        routing, routers = trainer.routing, [gate for _, gate in gates(trainer.model.module)]
+        seconds: dict[str, list[tuple[float, float]]] = {"off": [], "replay": []}
+        for n in range(2 * (STEP_ROUNDS + WARM_UP)):
+            mode = ("off", "replay", "replay", "off")[n % 4]
             trainer.routing = routing if mode == "replay" else None
+            for gate, router in zip(routers, routing.routers, strict=True):
+                gate.router_replay = router if mode == "replay" else None
             started = time.perf_counter(), time.process_time()
             trainer.execute(n + 2, sequences, recorded if mode == "replay" else None)
-            if n >= 2:
-                wall[mode].append(time.perf_counter() - started[0])
-                cpu[mode].append(time.process_time() - started[1])
-        for name, times in (("wall", wall), ("processor", cpu)):
-            off, on = (statistics.median(times[mode]) for mode in ("off", "replay"))
-            print(f"step, {name}: {off * 1e3:.0f} ms, with replay {on * 1e3:.0f}: {on / off:.3f}")
+            if n >= 2 * WARM_UP:
+                ended = time.perf_counter(), time.process_time()
+                seconds[mode].append((ended[0] - started[0], ended[1] - started[1]))
         trainer.close()
+    off, on = np.array(seconds["off"]), np.array(seconds["replay"])
+    for i, clock in enumerate(("wall", "processor")):
+        low, ratio, high = np.percentile(on[:, i] / off[:, i], (25, 50, 75))
+        print(
+            f"step, {clock}: {np.median(off[:, i]) * 1e3:.0f} ms without replay; with it x "
+            f"{ratio:.3f} (quartiles {low:.3f} to {high:.3f} of {STEP_ROUNDS} pairs; limit 1.10)"
+        )
 
 
 if __name__ == "__main__":

@@ -91,12 +91,8 @@ def routed(
         for hook in hooks:
             hook.remove()
         trainer.model.reshard()
-    return torch.stack(experts, 1).numpy().astype(np.uint8), torch.stack(logits, 1).float().numpy()
-
-
-def choices(trainer: Trainer, ids: list[int]) -> np.ndarray:
-    """The experts that the trainer itself takes for all but the last token: [T - 1, L, K]."""
-    return routed(trainer, ids)[0]
+    own, logits_TLE = (torch.stack(part, 1).cpu() for part in (experts, logits))
+    return own.numpy().astype(np.uint8), logits_TLE.float().numpy()
 
 
 def agree(trainer: Trainer, ids: list[int], told: Recorded) -> np.ndarray:
@@ -119,7 +115,7 @@ def plan(trainer: Trainer, seed: int, **shape: int) -> tuple[list[TrainSequence]
     sequences, recorded = [], []
     for rollout, (ids, start) in token_lists(seed, **shape).items():
         sequences.append(sequence(rollout, ids, start, trainer.score([ids])[0]))
-        recorded.append(known(choices(trainer, ids)))
+        recorded.append(known(routed(trainer, ids)[0]))
     return sequences, recorded
 
 

@@ -91,18 +91,30 @@ def test_stale_experts_are_caught_before_the_first_step(
 
 
 @pytest.mark.slow
-def test_the_recipe_learns_and_frozen_routers_run(tmp_path: Path, started: list[Train]) -> None:
-    """All of the recipe as shipped; then with the routers left out of training and refit."""
-    (tmp_path / "frozen").mkdir()
+def test_the_recipe_learns(tmp_path: Path, started: list[Train]) -> None:
+    """All of it as shipped."""
     run = Train(tmp_path, "", config=RECIPE)
     started.append(run)
-    assert run.wait(600) == 0, run.text()[-3000:]
+    assert run.wait(1200) == 0, run.text()[-3000:]
     reward = "select step, avg(reward) as reward from plans group by step order by step"
     rewards = [r["reward"] for r in sql(run.log, reward)]
     assert sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 0.1, rewards
-    frozen = Train(tmp_path / "frozen", "", *SMALL, "train.routing=freeze", config=RECIPE)
-    started.append(frozen)
-    assert frozen.wait() == 0, frozen.text()[-3000:]
-    steps = sql(frozen.log, "select metrics from steps order by step")
-    assert json.loads(steps[0]["metrics"])["routing"]["mismatch"] < 1e-2  # live: a tie spreads
-    assert sql(frozen.log, "select max(probe_gap) as gap from policies")[0]["gap"] < 1e-4
+
+
+@pytest.mark.slow
+def test_frozen_routers_stay_out_of_training_and_refit(
+    tmp_path: Path, started: list[Train]
+) -> None:
+    """Two steps and the refit between them: the engine computes what the trainer does."""
+    model = f"model={save_qwen3_moe(tmp_path / 'model')}"
+    changes = (*SMALL, "run.steps=2", "algo.max_lag=0", "train.routing=freeze", model)
+    run = Train(tmp_path, "", *changes, config=RECIPE)
+    started.append(run)
+    assert run.wait(600) == 0, run.text()[-3000:]
+    steps = sql(run.log, "select metrics from steps order by step")
+    routing = [json.loads(step["metrics"])["routing"] for step in steps]
+    assert [r["coverage"] for r in routing] == [1.0, 1.0]
+    assert all(r["mismatch"] < 1e-2 for r in routing)  # no lag; live choices, so that a tie spreads
+    policies = sql(run.log, "select probe_gap, weights_digest from policies order by version")
+    assert len({p["weights_digest"] for p in policies}) == 3
+    assert max(p["probe_gap"] for p in policies) < 1e-4

@@ -176,34 +176,51 @@ def foreign(recorded: list[Recorded]) -> list[Recorded]:
     return [*recorded[:4], *other, *recorded[5:]]
 
 
+def exchanged(recorded: list[Recorded]) -> list[Recorded]:
+    """Two rollouts of a group have each other's routing behind their common prompt of 14."""
+    one, between, other = (r.experts_TLK for r in recorded[:3])
+    assert one.shape == other.shape
+    a, b = (np.concatenate(parts) for parts in ((one[:14], other[14:]), (other[:14], one[14:])))
+    return [known(a), known(between), known(b), *recorded[3:]]
+
+
 def missing(recorded: list[Recorded]) -> list[Recorded]:
     known_T = np.arange(len(recorded[4].known_T)) < 9
     return [*recorded[:4], replace(recorded[4], known_T=known_T), *recorded[5:]]
 
 
 @pytest.mark.parametrize(
-    ("mutate", "passes", "message"),
+    ("mutate", "changes", "message"),
     [
-        (shifted, 1, r"one sequence.*train-1/1, token \d+, layer model.layers.\d.mlp.gate: record"),
+        (
+            shifted,
+            {},
+            r"one sequence.*train-1/1, token \d+, layer model.layers.\d.mlp.gate: record",
+        ),
         (
             swapped,
-            1,
+            {},
             r"in layer model.layers.[12].mlp.gate.*token \d+.*recorded experts \[.*choose",
         ),
-        (foreign, 1, r"of one sequence, limit 30%.*train-1/1, token \d+.*chooses \["),
-        (foreign, 2, r"of one sequence, limit 30%.*train-1/1, token \d+.*chooses \["),
-        (missing, 1, r"rollout train-1/1: experts are recorded for 9 of \d+ tokens, .* one is 9"),
+        (foreign, {}, r"of one sequence or.*, limit 30%.*train-1/1, token \d+.*chooses \["),
+        (foreign, {"update_passes": 2}, r"of one sequence or.*train-1/1, token \d+.*chooses \["),
+        (
+            exchanged,
+            {"share_prefixes": False},
+            r"differ in [6-9]\d% .*trained part.*train-0/[02], token \d+.*chooses \[",
+        ),
+        (missing, {}, r"rollout train-1/1: experts are recorded for 9 of \d+ tokens, .* one is 9"),
     ],
 )
 def test_routing_of_something_else_stops_the_first_batch(
     trainer: Trainer,
     folder: Path,
     mutate: Callable[[list[Recorded]], list[Recorded]],
-    passes: int,
+    changes: dict[str, Any],
     message: str,
 ) -> None:
     """With the place in the message, and no update made."""
-    trainer.settings = settings(folder / "model", update_passes=passes)
+    trainer.settings = settings(folder / "model", **changes)
     before = trainer.state_digest()
     sequences, recorded = plan(trainer, 6)
     with pytest.raises(TrainerError, match=message):

@@ -466,10 +466,6 @@ def refused(folder: Path, port: int, changes: dict[str, Any]) -> str:
     ("changes", "message"),
     [
         ({"cp_size": 2}, "cp_size=2: context parallelism needs"),
-        (
-            {"ep_size": 2, "activation_checkpointing": True},
-            "ep_size=2 with activation_checkpointing",
-        ),
         ({"tp_size": 3}, "tp_size=3 does not divide the 1 trainer ranks"),
         ({"dtype": "float16"}, "dtype 'float16' is unknown"),
         ({"model": "missing/model"}, "model 'missing/model' cannot be loaded"),

@@ -286,6 +286,28 @@ def test_foreign_routing(honest: Log) -> None:
     assert (row["segment"], row["found"]) == (1, ("train-0/1", 0))
 
 
+def test_routing_that_is_not_there(honest: Log) -> None:
+    """The plan names no routing row of one rollout, or one that stops in the middle."""
+
+    def forget(row: Row) -> Row:
+        (branch,) = row["branches"]
+        cut = {**branch, "refs": branch["refs"][:-1]}
+        return {**row, "branches": [cut]} if row["rollout_id"] == "train-0/0" else row
+
+    def shorten(row: Row) -> Row:
+        half = {"n": 6, "experts": row["experts"][: len(row["experts"]) // 2]}
+        half["row_xxh3"] = row["row_xxh3"][:6]
+        return {**row, **half} if row["rollout_id"] == "train-1/0" else row
+
+    forge.rewrite(forge.control(honest, "plan", 1)[0], forget)
+    forge.rewrite_all(honest, "routing", shorten)
+    found = violations(honest)
+    row = says(found, "I3", "train-0/0", "experts are recorded for 0 of 11 tokens")
+    assert (row["segment"], row["token"], row["expected"]) == (1, 0, 0.9)
+    row = says(found, "I3", "train-1/0", "experts are recorded for 6 of 11 tokens")
+    assert (row["token"], row["found"]) == (6, pytest.approx(6 / 11))
+
+
 def test_routing_beyond_its_chain(honest: Log) -> None:
     def change(row: Row) -> Row:
         return {**row, "start": 3} if row["rollout_id"] == "train-0/0" else row
