@@ -29,7 +29,7 @@ lint: setup  ## ruff and mypy
 	$(BIN)/ruff format --check .
 	$(BIN)/python -m mypy
 
-bench: setup  ## benchmarks beside their peers (tests/bench)
+bench: setup  ## every benchmark of tests/bench beside its peers (ARGS="--only append,read")
 	$(BIN)/python tests/bench/run.py $(ARGS)
 
 clean:  ## remove the environment and caches; logs in runs/ stay

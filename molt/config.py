@@ -5,20 +5,27 @@ The resolved tree is written into the epoch record, so the log says how every st
 
 import dataclasses
 import difflib
-import os
+import functools
+import json
 import re
 import tomllib
-import types
 import typing
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from molt.agents.env import resolve
+from molt.process import packages
 from molt.replay.lag import POLICIES
 from molt.rollout.types import EngineConfig
+from molt.schemas.columns import Row
 from molt.schemas.errors import ConfigError
 from molt.schemas.records import Sampling
+from molt.schemas.text import canonical_json
 from molt.train.advantages import ESTIMATORS
 from molt.train.settings import AlgoConfig, TrainConfig
 
@@ -173,9 +180,9 @@ def load(path: str | Path, overrides: list[str] | None = None) -> Config:
     for override in overrides or []:
         override_key(tree, override)
     refuse_secrets(tree)
-    config = build(Config, tree, "")
+    config: Config = build(Config, tree, "")
     validate(config)
-    return typing.cast(Config, config)
+    return config
 
 
 def override_key(tree: dict[str, Any], override: str) -> None:
@@ -194,81 +201,97 @@ def override_key(tree: dict[str, Any], override: str) -> None:
     tree[last] = value
 
 
+def recorded_config(epoch: Row, overrides: Sequence[str] = ()) -> Config:
+    """The configuration of an epoch record, with `a.b=c` overrides."""
+    tree = json.loads(epoch["config"])
+    for text in overrides:
+        override_key(tree, text)
+    config: Config = build(Config, tree, "")
+    return config
+
+
+def epoch_fields(
+    config: Config,
+    digests: Row,
+    *,
+    world_size: int,
+    sources: Sequence[tuple[str, str]] = (),
+) -> Row:
+    """What an epoch record says of its driver; `sources` = (run_id, path) of the logs it reads."""
+    return {
+        "sources": [
+            {"log": i, "run_id": run_id, "path": path}
+            for i, (run_id, path) in enumerate(sources, 1)
+        ],
+        "config": canonical_json(to_dict(config)),
+        "digests": digests,
+        "packages": canonical_json(packages()),
+        "world_size": world_size,
+        "threads": config.train.threads,
+    }
+
+
 def build(cls: Any, tree: Any, where: str) -> Any:
     """A frozen dataclass from a mapping; every key is checked by name and type."""
+    tree = _known(cls, tree, where)
+    try:
+        return msgspec.convert(tree, cls)
+    except msgspec.ValidationError as error:
+        what, _, path = str(error).partition(" - at `$.")
+        value = functools.reduce(dict.__getitem__, path.rstrip("`").split("[")[0].split("."), tree)
+        shown = "" if isinstance(value, dict) else f": {value!r}"
+        key = where + path.rstrip("`")
+        raise ConfigError(f"configuration key '{key}': {what}{shown}") from None
+
+
+def _known(cls: Any, tree: Any, where: str) -> dict[str, Any]:
+    """The tree with all sections, "none" as None; ConfigError for unknown and missing keys."""
     if not isinstance(tree, dict):
-        raise ConfigError(f"'{where}' must be a section, got {tree!r}")
+        raise ConfigError(f"'{where.rstrip('.')}' must be a section, got {tree!r}")
     hints = typing.get_type_hints(cls)
     for key in tree:
         if key not in hints:
             close = difflib.get_close_matches(key, hints, n=1)
             hint = f"; did you mean '{close[0]}'?" if close else f"; known: {', '.join(hints)}"
             raise ConfigError(f"unknown configuration key '{where}{key}'{hint}")
+    found = dict(tree)
     for f in dataclasses.fields(cls):
-        required = f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
-        if required and f.name not in tree:
-            if not dataclasses.is_dataclass(hints[f.name]):
-                raise ConfigError(f"missing configuration key '{where}{f.name}'")
-            tree = {**tree, f.name: {}}
-    return cls(**{k: _value(hints[k], v, f"{where}{k}") for k, v in tree.items()})
+        hint = hints[f.name]
+        if dataclasses.is_dataclass(hint):
+            found[f.name] = _known(hint, tree.get(f.name, {}), f"{where}{f.name}.")
+        elif f.name not in tree and f.default is f.default_factory:  # MISSING, both
+            raise ConfigError(f"missing configuration key '{where}{f.name}'")
+        elif tree.get(f.name) == "none" and hint == float | None:
+            found[f.name] = None
+    return found
 
 
-def _value(hint: Any, value: Any, where: str) -> Any:
-    if dataclasses.is_dataclass(hint):
-        return build(hint, value, f"{where}.")
-    options = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
-    for option in options:
-        if option is type(None) and (value is None or value == "none"):
-            return None
-        origin = typing.get_origin(option) or option
-        if origin is float and isinstance(value, int | float) and not isinstance(value, bool):
-            return float(value)
-        if origin is tuple and isinstance(value, list | tuple):
-            kinds = [k for k in typing.get_args(option) if k is not Ellipsis]
-            kinds = kinds * len(value) if Ellipsis in typing.get_args(option) else kinds
-            if len(kinds) == len(value):
-                return tuple(_value(k, v, where) for k, v in zip(kinds, value, strict=True))
-        if origin is dict and isinstance(value, dict):
-            return dict(value)
-        if origin in (int, str, bool) and type(value) is origin:
-            return value
-    name = getattr(hint, "__name__", str(hint))
-    raise ConfigError(f"configuration key '{where}' must be {name}, got {value!r}")
+AT_LEAST = {
+    0: "run.eval_every algo.max_lag algo.kl_coef train.lr",
+    1: "run.steps data.groups_per_step data.rollouts_per_group agent.workers agent.max_turns "
+    "agent.partial_tokens engine.count checkpoint.every checkpoint.keep algo.refit_every "
+    "algo.update_passes algo.mini_batches train.routing_sample_every",
+}
+ONE_OF: dict[str, Collection[str]] = {
+    "engine.dtype": ("float32", "bfloat16"),
+    "algo.advantage": ESTIMATORS,
+    "algo.loss": LOSS_NAMES,
+    "algo.lag": POLICIES,
+    "train.routing": ("off", "replay", "freeze"),
+    "log.retire": ("checkpoint", "all", "none"),
+}
 
 
 def validate(config: Config) -> None:
     """Refuse combinations that cannot work, each with the reason."""
     algo, train = config.algo, config.train
-    for key, value, least in (
-        ("run.steps", config.run.steps, 1),
-        ("run.eval_every", config.run.eval_every, 0),
-        ("data.groups_per_step", config.data.groups_per_step, 1),
-        ("data.rollouts_per_group", config.data.rollouts_per_group, 1),
-        ("agent.workers", config.agent.workers, 1),
-        ("agent.max_turns", config.agent.max_turns, 1),
-        ("agent.partial_tokens", config.agent.partial_tokens, 1),
-        ("engine.count", config.engine.count, 1),
-        ("checkpoint.every", config.checkpoint.every, 1),
-        ("checkpoint.keep", config.checkpoint.keep, 1),
-        ("algo.max_lag", algo.max_lag, 0),
-        ("algo.refit_every", algo.refit_every, 1),
-        ("algo.update_passes", algo.update_passes, 1),
-        ("algo.mini_batches", algo.mini_batches, 1),
-        ("algo.kl_coef", algo.kl_coef, 0),
-        ("train.lr", train.lr, 0),
-        ("train.routing_sample_every", train.routing_sample_every, 1),
-    ):
-        if value < least:
-            raise ConfigError(f"{key} is {value}; at least {least}")
-    for key, name, known in (
-        ("engine.dtype", config.engine.dtype, ("float32", "bfloat16")),
-        ("algo.advantage", algo.advantage, ESTIMATORS),
-        ("algo.loss", algo.loss, LOSS_NAMES),
-        ("algo.lag", algo.lag, POLICIES),
-        ("train.routing", train.routing, ("off", "replay", "freeze")),
-        ("log.retire", config.log.retire or "all", ("checkpoint", "all", "none")),
-    ):
-        if name not in known:
+    for least, keys in AT_LEAST.items():
+        for key in keys.split():
+            if attrgetter(key)(config) < least:
+                raise ConfigError(f"{key} is {attrgetter(key)(config)}; at least {least}")
+    for key, known in ONE_OF.items():
+        name = attrgetter(key)(config)
+        if name is not None and name not in known:
             raise ConfigError(f"{key} is '{name}'; one of {sorted(known)}")
     if config.engine.dtype != train.dtype:
         raise ConfigError(
@@ -288,39 +311,16 @@ def validate(config: Config) -> None:
 SECRET = re.compile(r"(api_?key|secret|password|credentials?|(access|auth|api)_?token)$", re.I)
 
 
-def secret(reference: str | dict[str, str]) -> str:
-    """The value behind "env:NAME" or {env = "NAME"}, from the environment at the time of use.
-
-    Only the reference is in the configuration, and so in the log. ConfigError if NAME is not set.
-    """
-    name = reference.get("env", "") if isinstance(reference, dict) else reference[len("env:") :]
-    if name not in os.environ:
-        raise ConfigError(
-            f"the environment variable '{name}' is not set; the configuration needs it"
-        )
-    return os.environ[name]
-
-
 def refuse_secrets(tree: Any, where: str = "") -> None:
-    """ConfigError for a secret written out in the configuration: it would end up in the log."""
+    """ConfigError for a secret in the configuration: it would end up in the log."""
     for key, value in tree.items() if isinstance(tree, dict) else ():
-        by_reference = isinstance(value, str) and value.startswith("env:")
-        if SECRET.search(key) and isinstance(value, str) and value and not by_reference:
-            raise ConfigError(f'{where}{key}: write "env:NAME", a reference to the environment')
+        if SECRET.search(key) and isinstance(value, str) and value:
+            raise ConfigError(
+                f"{where}{key}: a secret would end up in the log; put it into an environment "
+                "variable, where the agent reads it"
+            )
         refuse_secrets(value, f"{where}{key}.")
 
 
 def to_dict(config: Config) -> dict[str, Any]:
     return dataclasses.asdict(config)
-
-
-def difference(old: dict[str, Any], new: dict[str, Any], where: str = "") -> dict[str, Any]:
-    """Keys whose values differ: {"train.lr": (old, new)}."""
-    out: dict[str, Any] = {}
-    for key in sorted(old.keys() | new.keys()):
-        a, b = old.get(key), new.get(key)
-        if isinstance(a, dict) and isinstance(b, dict):
-            out |= difference(a, b, f"{where}{key}.")
-        elif a != b and not (isinstance(a, list | tuple) and list(a) == list(b or ())):
-            out[f"{where}{key}"] = (a, b)
-    return out

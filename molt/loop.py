@@ -29,11 +29,10 @@ from molt.planning import Drop, oldest_version, plan_group, plan_header, progres
 from molt.publish import Published, Publisher
 from molt.recovery import Start
 from molt.replay.lag import holds_back
-from molt.replay.redo import plan_digest, sketch_rows
+from molt.replay.redo import step_row
 from molt.schemas.columns import Row
 from molt.schemas.errors import EngineError, MoltError
 from molt.schemas.records import PlanRow, Version
-from molt.schemas.text import canonical_json
 from molt.screen import Screen
 from molt.sinks import Sinks
 from molt.store import Log
@@ -250,20 +249,7 @@ class Run:
         driver = self.meter.take()
         seconds = {**driver["seconds"], "trainer": outcome.metrics["seconds"]}
         metrics = {**plan_metrics(rows), **driver, **outcome.metrics, "seconds": seconds}
-        groups = {r["group_id"] for r in rows}
-        counts = {"rollouts": len(rows), "groups": len(groups), "plan": plan_digest(rows)}
-        row = {
-            "epoch": self.epoch,
-            "step": step,
-            "updates": outcome.updates,
-            "loss": outcome.loss,
-            "grad_norm": outcome.grad_norm,
-            "n_tokens": outcome.n_tokens,
-            "counts": canonical_json(counts),
-            "metrics": canonical_json(metrics),
-            "state_digest": outcome.state_digest,
-            "sketch": sketch_rows(outcome.sketch),
-        }
+        row = step_row(self.epoch, step, rows, outcome, metrics)
         self.put("step", [row])
         self.metrics = metrics
         self.sinks.write(step, metrics)

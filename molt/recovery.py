@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from molt import checkpoints
-from molt.config import Config, build
+from molt.config import recorded_config
 from molt.metrics import rollout_metrics
 from molt.planning import Drop
 from molt.replay.redo import redo
@@ -22,7 +22,7 @@ from molt.schemas.errors import ConfigError, LogCorrupt, MoltError, RecoveryErro
 from molt.schemas.records import Ref
 from molt.store import Log
 from molt.store.control import Record, lineage_of, read_record
-from molt.store.fold import COLUMNS, STREAMS, Fold
+from molt.store.fold import COLUMNS, MARKER, STREAMS, Fold
 from molt.store.reader import CommitFile
 from molt.train.settings import trainer_settings
 
@@ -114,7 +114,7 @@ def open_fold(log: Log, start: Start, say: Callable[[str], None]) -> Fold:
 def _needed(log: Log, records: Sequence[Record], file: CommitFile) -> list[str]:
     """Rollouts for which redo needs rows of a commit: planned after the last checkpoint."""
     saved = [r.rows[0] for r in records if r.kind == "checkpoint"]
-    whole = [r["step"] for r in saved if (log.path / r["path"] / checkpoints.MARKER).exists()]
+    whole = [r["step"] for r in saved if (log.path / r["path"] / MARKER).exists()]
     found = {
         row["rollout_id"]: None
         for plan in records
@@ -163,7 +163,7 @@ async def recover(run: "Run") -> None:
     async def execute(number: int) -> Any:
         nonlocal in_force
         plan = read_record(run.log.path, number)
-        recorded: Config = build(Config, json.loads(epochs[plan.epoch]["config"]), "")
+        recorded = recorded_config(epochs[plan.epoch])
         wanted = trainer_settings(recorded, run.cluster.model_folder)
         if wanted != in_force:
             await run.cluster.on_trainers("configure", wanted)

@@ -4,14 +4,14 @@
 above 0 *and* the mean reward of the last five steps is at least 0.15 above that of the first five.
 """
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from molt.schemas.columns import Row
 from molt.store import Log
 
 GAIN_MIN = 0.15
@@ -55,13 +55,7 @@ def judge(rewards: list[float], before: np.ndarray, after: np.ndarray) -> Report
     enough = len(rewards) >= 2 * WINDOW
     first = float(np.mean(rewards[:WINDOW])) if enough else None
     last = float(np.mean(rewards[-WINDOW:])) if enough else None
-    learned = (
-        low is not None
-        and low > 0
-        and first is not None
-        and last is not None
-        and last - first >= GAIN_MIN
-    )
+    rose = first is not None and last is not None and last - first >= GAIN_MIN
     return Report(
         steps=len(rewards),
         reward_first=first,
@@ -72,21 +66,17 @@ def judge(rewards: list[float], before: np.ndarray, after: np.ndarray) -> Report
         gain_low=low,
         gain_high=high,
         heldout=len(before),
-        learned=learned,
+        learned=rose and low is not None and low > 0,
     )
 
 
 def report(log: Log) -> Report:
     """Read step rewards and held-out answers through SQL."""
-    rewards = [
-        float(r)
-        for (r,) in log.sql(
-            "select avg(reward) from plans where in_baseline and step in (select step from steps) "
-            "group by step order by step"
-        ).fetchall()
-    ]
-    before, after = heldout(log, "min"), heldout(log, "max")
-    return judge(rewards, before, after)
+    rows = log.sql(
+        "select avg(reward) from plans where in_baseline and step in (select step from steps) "
+        "group by step order by step"
+    ).fetchall()
+    return judge([float(r) for (r,) in rows], heldout(log, "min"), heldout(log, "max"))
 
 
 def heldout(log: Log, which: str) -> np.ndarray:
@@ -111,49 +101,56 @@ def heldout(log: Log, which: str) -> np.ndarray:
     return np.array([bool(ok) for _, ok in rows])
 
 
+COLUMNS = {
+    "step": ("step", "d"),
+    "reward": ("reward", ".3f"),
+    "lag": ("lag", ".0f"),
+    "loss": ("loss", ".4f"),
+    "grad norm": ("grad_norm", ".3f"),
+    "gap lag 0": ("gap_lag0", ".1e"),
+    "tokens": ("n_tokens", "d"),
+    "seconds": ("seconds", ".1f"),
+}
+"""Heading -> (key of `steps`, format)."""
+
+
 def print_table(log: Log, found: Report, console: Console) -> None:
     """One row per step and the verdict."""
     table = Table(title=f"{log.run_id}: {found.steps} steps")
-    for name in ("step", "reward", "lag", "loss", "grad norm", "gap lag 0", "tokens", "seconds"):
-        table.add_column(name, justify="right")
-    rows = steps(log)
-    shown: list[dict[str, Any] | None] = [*rows]
+    for heading in COLUMNS:
+        table.add_column(heading, justify="right")
+    rows = [
+        ["-" if row[key] is None else format(row[key], style) for key, style in COLUMNS.values()]
+        for row in steps(log)
+    ]
     if len(rows) > 12:
-        shown[5:-6] = [None]
-    for row in shown:
-        table.add_row(*(["..."] * 8 if row is None else _cells(row)))
+        rows[5:-6] = [["..."] * len(COLUMNS)]
+    for row in rows:
+        table.add_row(*row)
     console.print(table)
     for line in verdict(found):
         console.print(line, markup=False)
 
 
-def steps(log: Log) -> list[dict[str, Any]]:
-    """Per step: reward, lag, loss, grad_norm, mean gaps at lag 0 and 1, n_tokens, seconds."""
-    names = ["step", "reward", "lag", "loss", "grad_norm", "gap", "gap_lag0", "n_tokens", "seconds"]
-    rows = log.sql(
-        """
-        select step, (metrics->>'$.reward')::double, (metrics->>'$.lag_max')::double, loss,
-            grad_norm, (metrics->>'$.mismatch.all.mean')::double,
-            (metrics->>'$.mismatch."0".mean')::double, n_tokens,
-            (metrics->>'$.seconds.training')::double
+def steps(log: Log) -> list[Row]:
+    """Per step: reward, lag, loss, grad_norm, mean gaps of all tokens and at lag 0, n_tokens,
+    seconds.
+    """
+    rows: list[Row] = (
+        log.sql(
+            """
+        select step, (metrics->>'$.reward')::double as reward,
+            (metrics->>'$.lag_max')::double as lag, loss, grad_norm,
+            (metrics->>'$.mismatch.all.mean')::double as gap,
+            (metrics->>'$.mismatch."0".mean')::double as gap_lag0, n_tokens,
+            (metrics->>'$.seconds.training')::double as seconds
         from steps order by step
         """
-    ).fetchall()
-    return [dict(zip(names, row, strict=True)) for row in rows]
-
-
-def _cells(row: dict[str, Any]) -> list[str]:
-    formats = {
-        "step": "d",
-        "reward": ".3f",
-        "lag": ".0f",
-        "loss": ".4f",
-        "grad_norm": ".3f",
-        "gap_lag0": ".1e",
-        "n_tokens": "d",
-        "seconds": ".1f",
-    }
-    return ["-" if row[k] is None else format(row[k], f) for k, f in formats.items()]
+        )
+        .to_arrow_table()
+        .to_pylist()
+    )
+    return rows
 
 
 def verdict(found: Report) -> list[str]:
@@ -197,7 +194,3 @@ def draw(log: Log, path: Path) -> None:
     axes[2].legend()
     figure.savefig(path, dpi=120)
     plt.close(figure)
-
-
-def to_json(found: Report) -> dict[str, Any]:
-    return asdict(found)

@@ -8,21 +8,19 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from molt.checkpoints import sweep
 from molt.cluster import Cluster
-from molt.config import Config, difference, to_dict
+from molt.config import Config, epoch_fields, recorded_config, to_dict
 from molt.issuing import heldout
 from molt.model import folder_digests, resolve_model
-from molt.offline import recorded_config
-from molt.process import packages
 from molt.publish import PROBE_PROMPTS, PROBE_TOKENS, Gap, Probe
 from molt.recovery import Start, cut, open_fold
+from molt.replay.folders import sweep
 from molt.replay.replay import history
 from molt.rollout.types import Completion
 from molt.rollout.worker import encode_prompt, judge_segment
 from molt.schemas.errors import ConfigError, LogCorrupt, ModelIdentityError
 from molt.schemas.records import PromptRow, Sampling
-from molt.schemas.text import canonical_json
+from molt.schemas.text import canonical_json, difference
 from molt.screen import Screen
 from molt.store import Log
 from molt.store.fold import Fold
@@ -121,12 +119,7 @@ def open_log(config: Config, model_folder: str, start: Start, screen: Screen) ->
         parent_epoch=parent,
         cut=last,
         now=datetime.datetime.now(datetime.UTC).replace(tzinfo=None),
-        sources=[],
-        config=canonical_json(to_dict(config)),
-        digests=digests,
-        packages=canonical_json(packages()),
-        world_size=config.train.world_size,
-        threads=config.train.threads,
+        **epoch_fields(config, digests, world_size=config.train.world_size),
     )
     if epochs:
         screen.say(f"resuming {log.path} as epoch {record.epoch}")

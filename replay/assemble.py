@@ -101,7 +101,9 @@ def segments_of(source: RowSource, plan_row: Mapping[str, Any]) -> dict[int, Pla
     for r in rows:
         if (r["rollout_id"], r["attempt"]) != (plan_row["rollout_id"], plan_row["attempt"]):
             raise LogCorrupt(f"the plan's row of {plan_row['rollout_id']} holds {_name(r)}")
-        check_segment(r, parents[r["parent"]] if r["parent"] is not None else None)
+        if r["parent"] is not None and r["parent"] not in parents:
+            raise LogCorrupt(f"the plan names {_name(r)} without its parent {r['parent']}")
+        check_segment(r, parents.get(r["parent"]))
         n_own = len(r["token_ids"])
         parents[r["segment"]] = Parent(digest=r["digest"], n_chain=r["keep"] + n_own, n_own=n_own)
     return {

@@ -28,7 +28,7 @@ Advantages = Callable[[Sequence[float | None], Sequence[bool], str, bool], list[
 class Report:
     """What an audit has found so far."""
 
-    progress: Callable[[str, int, int], None]
+    progress: Callable[[int, int, str], None]
     checked: dict[str, int] = field(default_factory=lambda: {f"I{i}": 0 for i in range(1, 8)})
     """By invariant: I1 segments, I2 sampled tokens, I3 measured gaps, I4 settled rollouts,
     I5 ordinals, I6 commits, I7 policies."""
@@ -66,15 +66,8 @@ class Report:
         return not same
 
     def to_json(self) -> Row:
-        return {
-            "ok": self.n_violations == 0,
-            "checked": self.checked,
-            "violations": self.violations,
-            "n_violations": self.n_violations,
-            "retired": self.retired,
-            "invisible": self.invisible,
-            "tokens": self.tokens,
-        }
+        names = ("checked", "violations", "n_violations", "retired", "invisible", "tokens")
+        return {"ok": not self.n_violations, **{name: getattr(self, name) for name in names}}
 
 
 def plain(value: Any) -> Any:
@@ -88,20 +81,20 @@ def audit(
     log: Log,
     *,
     advantages: Advantages | None = None,
-    progress: Callable[[str, int, int], None] | None = None,
+    progress: Callable[[int, int, str], None] | None = None,
 ) -> Report:
     """Check the whole log; the newest lineage and every abandoned one.
 
     `advantages` recomputes each group's advantages (without it they are taken as they are);
-    `progress(phase, done, total)` is called after each record and commit. Damage is a violation of
+    `progress(done, total, phase)` is called after each record and commit. Damage is a violation of
     I6 and does not end the audit. Returns the report; `to_json` is the document of `molt audit`.
     """
-    report = Report(progress or (lambda phase, done, total: None))
+    report = Report(progress or (lambda done, total, phase: None))
     facts = read_facts(log, report)
-    epochs = facts.epochs
-    for leaf in leaves(epochs):
-        check_lineage(report, facts, lineage_of(epochs, leaf))
-    newest = lineage_of(epochs)
+    if any(fact.epoch not in facts.configs for fact in facts.records):
+        return report  # without an epoch's record, a violation by now, no lineage can be told
+    for leaf in leaves(facts.epochs):
+        check_lineage(report, facts, lineage_of(facts.epochs, leaf))
     PlanPass(log, report, facts, advantages).run()
-    DataPass(log, report, facts, newest).run()
+    DataPass(log, report, facts, lineage_of(facts.epochs)).run()
     return report

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from molt.replay.redo import plan_digest
+from molt.replay.redo import plan_counts
 from molt.replay.sources import log_of
 from molt.schemas.columns import Row
 from molt.schemas.errors import MoltError
@@ -49,13 +49,8 @@ class Facts:
     """(epoch, version) -> number of its record."""
     settled: dict[GroupKey, int] = field(default_factory=dict)
     """In the newest lineage: rollouts planned, 0 = dropped."""
-
-    def config(self, epoch: int) -> Row:
-        for record in self.epochs:
-            if record.epoch == epoch:
-                found: Row = json.loads(record.rows[0]["config"])
-                return found
-        return {}
+    configs: dict[int, Row] = field(default_factory=dict)
+    """By epoch."""
 
 
 def setting(config: Row, key: str, default: Any = None) -> Any:
@@ -83,9 +78,10 @@ def read_facts(log: Log, report: "Report") -> Facts:
         facts.records.append(_fact(record))
         if record.kind == "epoch":
             facts.epochs.append(record)
+            facts.configs[record.epoch] = json.loads(record.rows[0]["config"])
         elif record.kind == "policy":
             facts.policies[record.epoch, facts.records[-1].step] = n
-        report.progress("control log", n + 1, len(numbers))
+        report.progress(n + 1, len(numbers), "control log")
     return facts
 
 
@@ -98,8 +94,7 @@ def _fact(record: Record) -> Fact:
         fact.groups = dict(Counter((log_of(r), r["group_id"]) for r in record.rows))
         fact.row = {
             "data_pass": record.header["data_pass"],
-            "counts": {"rollouts": len(record.rows), "groups": len(fact.groups)},
-            "plan": plan_digest(record.rows),
+            "counts": plan_counts(record.rows),
         }
     elif record.kind == "drop":
         fact.groups = {(0, r["group_id"]): 0 for r in record.rows if r["rollout_id"] is None}
@@ -174,10 +169,9 @@ class _Walk:
             self.report.violation("I4", f"step {fact.step} (record {fact.n}) has no plan")
         else:
             counts = json.loads(fact.row["counts"])
-            named = {**plan.row["counts"], "plan": plan.row["plan"]}
-            for name in named.keys() & counts.keys():
+            for name, found in plan.row["counts"].items():
                 what = f"step {fact.step}: {name} of its plan (record {plan.n})"
-                self.report.differ("I4", what, counts[name], named[name])
+                self.report.differ("I4", what, counts.get(name, found), found)
         self.steps[fact.step] = fact
         gap = json.loads(fact.row["metrics"]).get("mismatch", {}).get("0")
         # Of an offline run "lag 0" is the parent's: other weights than those that are trained here.
@@ -223,8 +217,9 @@ class _Walk:
 
     def _limit(self, what: str, fact: Fact, gap: float) -> None:
         """I3 by the run's own limits: its floor for the dtype, or a multiple of its first probe."""
-        limits = setting(self.facts.config(fact.epoch), "limits", {})
-        dtype = setting(self.facts.config(fact.epoch), "engine.dtype", "float32")
+        config = self.facts.configs[fact.epoch]
+        limits = setting(config, "limits", {})
+        dtype = setting(config, "engine.dtype", "float32")
         floor = limits.get("bf16_gap_floor" if dtype == "bfloat16" else "float32_gap_floor")
         if floor is None:
             return

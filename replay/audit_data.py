@@ -15,7 +15,7 @@ import numpy as np
 import xxhash
 
 from molt.replay.audit_control import Facts
-from molt.replay.audit_plans import refused
+from molt.replay.audit_plans import check_versions, refused
 from molt.schemas.check import (
     CHECKS,
     Parent,
@@ -63,6 +63,13 @@ class Seen:
     digest: bytes
     counts: bool
     """False for a side model's: recorded, and no part of what the outcome names."""
+
+    @property
+    def n_chain(self) -> int:
+        return self.keep + self.n_tokens
+
+    def as_parent(self) -> Parent:
+        return Parent(digest=self.digest, n_chain=self.n_chain, n_own=self.n_tokens)
 
 
 @dataclass(slots=True)
@@ -143,7 +150,7 @@ class DataPass:
 
     def _commit(self, index: int, file: CommitFile) -> None:
         self._done += 1
-        self.report.progress("data log", self._done, max(self._total, self._done))
+        self.report.progress(self._done, max(self._total, self._done), "data log")
         try:
             commit = read_commit(file)
         except (MoltError, OSError) as error:
@@ -192,39 +199,25 @@ class DataPass:
         self._close(who)
 
     def _verify(self, attempt: Attempt, row: Row) -> None:
-        seen = attempt.segments.get(row["parent"]) if row["parent"] is not None else None
-        parent = None
-        if seen is not None:
-            n_chain = seen.keep + seen.n_tokens
-            parent = Parent(digest=seen.digest, n_chain=n_chain, n_own=seen.n_tokens)
-        check_segment(row, parent)
+        parent = attempt.segments.get(row["parent"])
+        check_segment(row, parent.as_parent() if parent else None)
 
     def _check_versions(self, attempt: Attempt, row: Row) -> None:
         """I2: whatever sampled an agent's token was published, in whatever lineage."""
         if row["role"] != "agent" or row["policy"] != "main":
             return
-        at = 0
-        for run in row["version_runs"]:
-            version = (run["epoch"], run["version"])
-            attempt.in_lineage &= version in self._policies
-            if version not in self.facts.policies and not self._published_since(version):
-                self.report.violation(
-                    "I2",
-                    f"sampled by {run['epoch']}.{run['version']}, which no policy record names",
-                    rollout=row["rollout_id"],
-                    segment=row["segment"],
-                    token=int(np.flatnonzero(row["sampled"])[at]),
-                    found=f"{run['epoch']}.{run['version']}",
-                )
-            at += run["n"]
+        runs = {(run["epoch"], run["version"]) for run in row["version_runs"]}
+        attempt.in_lineage &= runs <= self._policies
+        check_versions(self.report, row, self._is_published, "which no policy record names")
 
-    def _published_since(self, version: tuple[int, int]) -> bool:
-        """True if a running driver published the version after the first pass."""
-        last = max((f.n for f in self.facts.records), default=-1)
-        for record in self.log.records(last + 1):
-            if record.kind == "policy":
-                row = record.rows[0]
-                self.facts.policies[row["epoch"], row["version"]] = record.n
+    def _is_published(self, version: tuple[int, int]) -> bool:
+        """True if a policy record names the version, also one that came after the first pass."""
+        if version not in self.facts.policies:
+            last = max((f.n for f in self.facts.records), default=-1)
+            for record in self.log.records(last + 1):
+                if record.kind == "policy":
+                    row = record.rows[0]
+                    self.facts.policies[row["epoch"], row["version"]] = record.n
         return version in self.facts.policies
 
     def _routing(self, commit: Commit, row: Row) -> None:
@@ -232,7 +225,7 @@ class DataPass:
         shape = {k.decode(): v.decode() for k, v in metadata.items()}
         attempt = self.attempts.get((row["rollout_id"], row["attempt"]))
         seen = attempt.segments.get(row["segment"]) if attempt else None
-        check_routing_shape(row, shape, seen.keep + seen.n_tokens if seen else None)
+        check_routing_shape(row, shape, seen.n_chain if seen else None)
 
     def _close(self, who: Who) -> None:
         """Compare an outcome with its segments, once all that it names were read."""

@@ -4,17 +4,19 @@ Ids, masks and logprobs may agree with every digest and still be wrong from birt
 of another model). Only the weights that sampled them can tell.
 """
 
+from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from molt.replay.audit_control import setting
-from molt.replay.replay import MARKER, History
+from molt.replay.replay import History
 from molt.schemas.columns import Row
 from molt.schemas.errors import ConfigError
-from molt.schemas.records import Ref
 from molt.store.branches import chain
 from molt.store.log import Log
 from molt.store.sql import connect
@@ -25,17 +27,21 @@ if TYPE_CHECKING:
 UNSURE = -0.5
 """The offset test looks at tokens below this: near 0 all neighbours agree."""
 
-CHOSEN = """
-select rollout_id, attempt, segment from segments
-where role = 'agent' and policy = 'main' and kv is distinct from 'kept' and list_sum(train) > 0
-  and sampling.temperature > 0
-  and len(list_filter(version_runs, lambda r: r.version = {version})) > 0
-order by hash(rollout_id || {version}), segment limit {limit}
+ATTEMPTS = """
+with chosen as (
+    select rollout_id, attempt, segment from segments
+    where role = 'agent' and policy = 'main' and kv is distinct from 'kept' and list_sum(train) > 0
+      and sampling.temperature > 0
+      and len(list_filter(version_runs, lambda r: r.version = {version})) > 0
+    order by hash(rollout_id || {version}), segment limit {limit}
+)
+select rollout_id, attempt, segment, parent, keep, n_tokens, token_ids, sampled, train, logprobs,
+       version_runs, sampling.temperature as temperature, c.rollout_id is not null as chosen
+from segments left join chosen c using (rollout_id, attempt, segment)
+where role = 'agent' and (rollout_id, attempt) in (select (rollout_id, attempt) from chosen)
+order by rollout_id, attempt, segment
 """
-FAMILY = """
-select rollout_id, attempt, segment, parent, keep, n_tokens, writer, seq, row from segments
-where role = 'agent' and rollout_id = ? and attempt = ?
-"""
+"""The segments to compute again, and all that their chains may begin with."""
 
 
 class Scorer(Protocol):
@@ -47,10 +53,18 @@ class Scorer(Protocol):
     def logprobs(self, wanted: Sequence[tuple[Any, Any, float]]) -> list[Any]: ...
 
 
-class _Link:
-    def __init__(self, row: Row) -> None:
-        self.parent, self.keep, self.n_tokens = row["parent"], row["keep"], row["n_tokens"]
-        self.ref = Ref(writer=row["writer"], seq=row["seq"], row=row["row"])
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """Tokens of one segment that one version sampled."""
+
+    rollout: str
+    segment: int
+    at: npt.NDArray[np.int64]
+    """Their indices in the segment."""
+    logprobs: npt.NDArray[np.float32]
+    """As recorded."""
+    wanted: tuple[Any, Any, float]
+    """Ids of the whole chain, the tokens' indices in it, temperature."""
 
 
 def recompute(
@@ -69,14 +83,13 @@ def recompute(
             report.checked["I7"] += 1
             what = f"weights of policy {record['epoch']}.{step}"
             report.differ("I7", what, record["weights_digest"], own)
-    rows, wanted = _wanted(log, step, sample)
-    scored = scorer.logprobs(wanted) if wanted else []
+    samples = _samples(log, step, sample)
     pairs = []
-    for (who, segment, row, at), again in zip(rows, scored, strict=True):
-        recorded = row["logprobs"][at]
-        pairs.append((recorded, again))
+    scored = scorer.logprobs([s.wanted for s in samples]) if samples else []
+    for s, again in zip(samples, scored, strict=True):
+        pairs.append((s.logprobs, again))
         report.checked["I3"] += 1
-        _judge(report, who, segment, at, recorded, again, config)
+        _judge(report, s, again, config)
     _offset(report, step, pairs)
     gaps = np.abs(np.concatenate([b - a for a, b in pairs])) if pairs else np.zeros(1)
     n = sum(len(a) for a, _ in pairs)
@@ -85,48 +98,46 @@ def recompute(
 
 
 def _load(log: Log, report: "Report", scorer: Scorer, found: History, step: int) -> None:
-    row = found.checkpoints.get(step)
-    if row is None or not (log.path / row["path"] / MARKER).exists():
-        kept = [s for s, r in found.checkpoints.items() if (log.path / r["path"] / MARKER).exists()]
-        raise ConfigError(f"there is no complete checkpoint of step {step}; kept: {sorted(kept)}")
+    rows = {row["step"]: row for row in found.complete(log.path)}
+    if step not in rows:
+        raise ConfigError(f"there is no complete checkpoint of step {step}; kept: {sorted(rows)}")
+    row = rows[step]
     scorer.load(str(log.path / row["path"]))
     what = f"state of checkpoint {row['path']}"
     report.differ("I7", what, row["state_digest"], scorer.state_digest())
 
 
-Chosen = tuple[str, int, Row, npt.NDArray[np.int64]]
-
-
-def _wanted(log: Log, step: int, sample: int) -> tuple[list[Chosen], list[tuple[Any, Any, float]]]:
-    """The chosen segments with their own tokens' indices, and what to score for each."""
-    con = connect([log], query="segments")
-    rows: list[Chosen] = []
-    wanted = []
-    query = CHOSEN.format(version=int(step), limit=int(sample))
-    for who, attempt, segment in con.execute(query).fetchall():
-        family = con.sql(FAMILY, params=[who, attempt]).to_arrow_table().to_pylist()
-        links = {r["segment"]: _Link(r) for r in family}
-        pieces = [(log.row(links[k].ref), end) for k, end in chain(links, segment)]
-        row = pieces[-1][0]
-        versions = np.full(len(row["sampled"]), -1, np.int64)
-        runs = [np.full(r["n"], r["version"], np.int64) for r in row["version_runs"]]
-        versions[row["sampled"] == 1] = np.concatenate(runs)
-        at = np.flatnonzero((versions == step) & (row["train"] == 1))
-        ids = np.concatenate([r["token_ids"][:end] for r, end in pieces])
-        before = len(ids) - len(row["token_ids"])
-        at = at[at + before > 0]
-        if len(at):
-            rows.append((who, segment, row, at))
-            wanted.append((ids, at + before, row["sampling"]["temperature"]))
+def _samples(log: Log, step: int, limit: int) -> list[Sample]:
+    """Up to `limit` segments with trainable tokens of version `step`, scattered over the log."""
+    query = ATTEMPTS.format(version=int(step), limit=int(limit))
+    con = connect([log], query=query)
+    families: dict[tuple[str, int], dict[int, Any]] = defaultdict(dict)
+    for row in con.sql(query).to_arrow_table().to_pylist():
+        families[row["rollout_id"], row["attempt"]][row["segment"]] = SimpleNamespace(**row)
     con.close()
-    return rows, wanted
+    found = []
+    for family in families.values():
+        for number in (k for k, s in family.items() if s.chosen):
+            own = family[number]
+            versions = np.full(own.n_tokens, -1, np.int64)
+            runs = own.version_runs
+            versions[np.array(own.sampled) == 1] = np.repeat(
+                [r["version"] for r in runs], [r["n"] for r in runs]
+            )
+            pieces = [family[k].token_ids[:end] for k, end in chain(family, number)]
+            ids, before = np.concatenate(pieces), sum(map(len, pieces[:-1]))
+            at = np.flatnonzero((versions == step) & (np.array(own.train) == 1))
+            at = at[at + before > 0]
+            if len(at):
+                logprobs = np.array(own.logprobs, np.float32)[at]
+                wanted = (ids, at + before, own.temperature)
+                found.append(Sample(own.rollout_id, number, at, logprobs, wanted))
+    return found
 
 
-def _judge(
-    report: "Report", who: str, segment: int, at: Any, recorded: Any, again: Any, config: Row
-) -> None:
+def _judge(report: "Report", sample: Sample, again: Any, config: Row) -> None:
     """float32: no token above the limit; bfloat16: no segment's mean above it."""
-    gaps = np.abs(again - recorded)
+    gaps = np.abs(again - sample.logprobs)
     worst = int(gaps.argmax())
     if setting(config, "engine.dtype", "float32") == "bfloat16":
         size, limit = float(gaps.mean()), setting(config, "limits.bf16_gap_mean", 0.1)
@@ -136,11 +147,11 @@ def _judge(
         report.violation(
             "I3",
             f"recorded logprobs are not those of its weights: gap {size:.3g}, limit {limit:g}",
-            rollout=who,
-            segment=segment,
-            token=int(at[worst]),
+            rollout=sample.rollout,
+            segment=sample.segment,
+            token=int(sample.at[worst]),
             expected=float(again[worst]),
-            found=float(recorded[worst]),
+            found=float(sample.logprobs[worst]),
         )
 
 

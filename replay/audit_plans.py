@@ -7,11 +7,13 @@ step); the rows say what happened. Neither is derived from the other here.
 import math
 import re
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from molt.replay.assemble import PlannedSegment, segments_of, sequences_of
-from molt.replay.audit_control import Facts, setting
+from molt.replay.audit_control import Fact, Facts, setting
 from molt.replay.sources import Sources, log_of
 from molt.schemas.check import chain_digest
 from molt.schemas.columns import Row
@@ -36,6 +38,30 @@ def refused(report: "Report", error: Exception, rollout: str) -> None:
     report.violation("I1", str(error), rollout=rollout, segment=segment, token=token)
 
 
+def check_versions(
+    report: "Report",
+    row: Mapping[str, Any],
+    is_known: Callable[[Version], bool],
+    why: str,
+    expected: str | None = None,
+) -> None:
+    """I2: report the first token of every run of a segment whose weights are not known."""
+    at = 0
+    for run in row["version_runs"]:
+        if not is_known((run["epoch"], run["version"])):
+            name = f"{run['epoch']}.{run['version']}"
+            report.violation(
+                "I2",
+                f"sampled by {name}, {why}",
+                rollout=row["rollout_id"],
+                segment=row["segment"],
+                token=int(np.flatnonzero(row["sampled"])[at]),
+                expected=expected,
+                found=name,
+            )
+        at += run["n"]
+
+
 class PlanPass:
     """Verifies the plans of a log, one in memory at a time."""
 
@@ -49,22 +75,21 @@ class PlanPass:
 
     def run(self) -> None:
         plans = [f for f in self.facts.records if f.kind == "plan"]
-        steps = {(f.epoch, f.step): f for f in self.facts.records if f.kind == "step"}
+        steps: dict[int, list[Fact]] = defaultdict(list)
+        for fact in self.facts.records:
+            if fact.kind == "step":
+                steps[fact.step].append(fact)
         for i, fact in enumerate(plans):
-            record = read_record(self.log.path, fact.n)
-            step = steps.get((fact.epoch, fact.step)) or self._redone(fact.n, fact.step)
-            self.check(record, step.row if step else None)
+            # If its driver died before the record, a later epoch executed and recorded it.
+            executed = (f.row for f in steps[fact.step] if self._continues(f, fact))
+            self.check(read_record(self.log.path, fact.n), next(executed, None))
             for source in self._sources.values():
                 source.commits.clear()
-            self.report.progress("plans", i + 1, len(plans))
+            self.report.progress(i + 1, len(plans), "plans")
 
-    def _redone(self, plan: int, step: int) -> Any:
-        """The step record of a plan whose driver died: a later epoch executed and recorded it."""
-        later = (f for f in self.facts.records if f.kind == "step" and f.step == step)
-        for fact in later:
-            if fact.n > plan and lineage_of(self.facts.epochs, fact.epoch).holds(plan):
-                return fact
-        return None
+    def _continues(self, later: Fact, fact: Fact) -> bool:
+        lineage = lineage_of(self.facts.epochs, later.epoch)
+        return later.n > fact.n and lineage.holds(fact.n)
 
     def check(self, plan: Record, step: Row | None) -> None:
         if plan.epoch not in self._sources:
@@ -136,29 +161,20 @@ class PlanPass:
         """I2: each version was published before the plan, in its lineage; lag as recorded."""
         who, step = row["rollout_id"], plan.header["step"]
         known = self._policies(plan, row, source)
-        versions = []
-        for number, segment in segments.items():
-            at = 0
-            for run in segment.row["version_runs"]:
-                versions.append(run["version"])
-                if (run["epoch"], run["version"]) not in known:
-                    newest = max(known, default=None)
-                    self.report.violation(
-                        "I2",
-                        f"sampled by {run['epoch']}.{run['version']}, which was not published in "
-                        f"this lineage before the plan of step {step} (record {plan.n})",
-                        rollout=who,
-                        segment=number,
-                        token=int((segment.row["sampled"] == 1).nonzero()[0][at]),
-                        expected=f"at most {newest[0]}.{newest[1]}" if newest else None,
-                        found=f"{run['epoch']}.{run['version']}",
-                    )
-                at += run["n"]
+        newest = max(known, default=None)
+        expected = f"at most {newest[0]}.{newest[1]}" if newest else None
+        why = f"which was not published in this lineage before the plan of step {step}"
+        for segment in segments.values():
+            check_versions(
+                self.report, segment.row, known.__contains__, f"{why} (record {plan.n})", expected
+            )
+        runs = (run for segment in segments.values() for run in segment.row["version_runs"])
+        versions = [run["version"] for run in runs]
         if not segments or (row["lag_max"] is None and log_of(row)):
             return  # of other runs' versions no lag can be told
         lag = (step - 1) - min(versions) if versions else None
         self.report.differ("I2", f"{who}: its largest lag", row["lag_max"], lag, rollout=who)
-        rule = setting(self.facts.config(plan.epoch), "algo.lag")
+        rule = setting(self.facts.configs[plan.epoch], "algo.lag")
         limit = plan.header["max_lag"] * {"keep": math.inf, "wait": 2}.get(rule, 1)
         if row["decision"] == "train" and lag is not None and lag > limit:
             why = f"trained at step {step} above the plan's max_lag"
@@ -178,7 +194,7 @@ class PlanPass:
 
     def _reward(self, plan: Record, row: Row, source: Sources) -> None:
         """The planned reward is the weighted sum of the rows that it names."""
-        config = self.facts.config(plan.epoch)
+        config = self.facts.configs[plan.epoch]
         weights, total = setting(config, "reward.weights", {}), 0.0
         for ref in row["reward_refs"]:
             reward = source.row(Ref(**ref))
@@ -198,7 +214,7 @@ class PlanPass:
         if self.advantages is None:
             return
         name = plan.header["algorithm"].partition("/")[0]
-        scale = bool(setting(self.facts.config(plan.epoch), "algo.std_normalize", False))
+        scale = bool(setting(self.facts.configs[plan.epoch], "algo.std_normalize", False))
         member = [r["in_baseline"] for r in rows]
         values = self.advantages([r["reward"] for r in rows], member, name, scale)
         for row, value in zip(rows, values, strict=True):

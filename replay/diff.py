@@ -5,7 +5,7 @@ are not read.
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -15,6 +15,7 @@ from molt.replay.replay import History, history
 from molt.replay.sources import Sources
 from molt.schemas.columns import Row
 from molt.schemas.errors import Retired
+from molt.schemas.text import difference
 from molt.store.control import Record, read_record
 from molt.store.log import Log
 from molt.store.sql import connect
@@ -50,25 +51,16 @@ def _settings(ha: History, hb: History) -> Iterator[Row]:
     if not ha.epochs or not hb.epochs:
         return
     ea, eb = ha.epochs[-1], hb.epochs[-1]
-    ca, cb = (dict(_flat(json.loads(e["config"]))) for e in (ea, eb))
-    keys = [k for k in sorted(ca.keys() | cb.keys()) if ca.get(k) != cb.get(k)]
-    if keys:
-        yield part_of("config", {k: ca.get(k) for k in keys}, {k: cb.get(k) for k in keys})
+    changed = difference(*(json.loads(e["config"]) for e in (ea, eb)))
+    if changed:
+        yield part_of("config", *({k: v[i] for k, v in changed.items()} for i in (0, 1)))
     for name in ("model", "tokenizer", "template"):
         if ea["digests"][name] != eb["digests"][name]:
             yield part_of(name, ea["digests"][name], eb["digests"][name])
 
 
-def _flat(tree: Mapping[str, Any], where: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in tree.items():
-        if isinstance(value, dict):
-            yield from _flat(value, f"{where}{key}.")
-        else:
-            yield where + key, value
-
-
 def _prompts(a: Log, b: Log) -> Iterator[Row]:
-    """The first ordinal of each purpose that asks something else."""
+    """The first ordinal that asks something else."""
     query = (
         "select group_id, any_value(prompt), any_value(n) from prompts group by group_id, ordinal "
         "order by ordinal"
@@ -78,9 +70,10 @@ def _prompts(a: Log, b: Log) -> Iterator[Row]:
         con = connect([log], query=query)
         asked.append({row[0]: row[1:] for row in con.execute(query).fetchall()})
         con.close()
-    for group in asked[0].keys() & asked[1].keys():
-        if asked[0][group] != asked[1][group]:
-            yield part_of("prompt", asked[0][group], asked[1][group], rollout=f"{group}/0")
+    for group, prompt in asked[0].items():
+        other = asked[1].get(group, prompt)
+        if other != prompt:
+            yield part_of("prompt", prompt, other, rollout=f"{group}/0")
             return
 
 

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import duckdb
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
@@ -63,9 +64,9 @@ def token_table(sequences: Sequence[TrainSequence], trained: Arrays) -> pa.Table
 
 
 def dump(
-    folder: Path, step: int, sequences: Sequence[TrainSequence], trained: Arrays
+    folder: Path, step: int, sequences: Sequence[TrainSequence], tokens: pa.Table
 ) -> tuple[Path, Path]:
-    """Write both files of a step into `folder`; returns their paths."""
+    """Write the batch and the table of a step into `folder`; returns both paths."""
     from safetensors.numpy import save_file
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -73,30 +74,26 @@ def dump(
     batch = folder / f"step-{step}.safetensors"
     save_file(tensors(sequences), batch, metadata={"sequences": json.dumps(names)})
     table = folder / f"step-{step}.parquet"
-    pq.write_table(token_table(sequences, trained), table)
+    pq.write_table(tokens, table)
     return batch, table
 
 
-def per_rollout(
-    sequences: Sequence[TrainSequence], before: npt.NDArray[Any], recorded: Arrays, changed: Arrays
-) -> list[dict[str, Any]]:
+PER_ROLLOUT = """
+select rollout_id, tip, count(*) as tokens,
+    {'advantage': any_value(advantage), 'weight': avg(weight), 'move': avg(after - before)}
+        as recorded,
+    {'advantage': any_value(other_advantage), 'weight': avg(other_weight),
+     'move': avg(other_after - before)} as changed
+from tokens where trained group by rollout_id, attempt, tip order by rollout_id, tip
+"""
+
+
+def per_rollout(tokens: pa.Table) -> list[dict[str, Any]]:
     """Both algorithms' effect on each rollout's tokens: advantage, mean weight, mean move.
 
     A move is the change of log pi by the step; a weight is d loss / d log pi before it.
     """
-    counts = [int(s.mask.sum()) for s in sequences]
-    ends = np.cumsum(counts)
-    out = []
-    for s, end, n in zip(sequences, ends, counts, strict=True):
-        own = slice(end - n, end)
-        if not n:
-            continue
-        row: dict[str, Any] = {"rollout_id": s.rollout_id, "tip": s.tip, "tokens": n}
-        for name, values in (("recorded", recorded), ("changed", changed)):
-            row[name] = {
-                "advantage": float(values["advantage"][own][0]),
-                "weight": float(values["weight"][own].mean()),
-                "move": float((values["after"][own] - before[own]).mean()),
-            }
-        out.append(row)
-    return out
+    con = duckdb.connect()
+    con.register("tokens", tokens)
+    rows: list[dict[str, Any]] = con.sql(PER_ROLLOUT).to_arrow_table().to_pylist()
+    return rows

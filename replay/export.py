@@ -21,7 +21,6 @@ DEFAULT = (
     *("branches", "lag"),
 )
 """What is exported when nothing is named; routing and tokens are large and can be asked for."""
-FORMATS = ("parquet", "jsonl", "datasets")
 BATCH_ROWS = 2048
 
 

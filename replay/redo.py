@@ -8,24 +8,15 @@ At equal settings the bits must agree; at others (ranks, threads, packages) the 
 import hashlib
 import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
+from molt.replay.sources import log_of
 from molt.schemas.columns import Row
 from molt.schemas.errors import RecoveryError
 from molt.schemas.text import canonical_json
 
 Sketch = Mapping[str, Sequence[float]]
 """Per tensor: its L2 norm, then projections (float64)."""
-
-
-class StepOutcome(Protocol):
-    """What executing a plan returns."""
-
-    @property
-    def state_digest(self) -> str: ...
-
-    @property
-    def sketch(self) -> Sketch | None: ...
 
 
 PlanExecutor = Callable[[int], Awaitable[Any]]
@@ -38,6 +29,25 @@ def plan_digest(rows: Sequence[Mapping[str, Any]]) -> str:
     for row in plain:
         row["chain_digest"] = (row.get("chain_digest") or b"").hex()
     return hashlib.blake2b(canonical_json(plain).encode(), digest_size=16).hexdigest()
+
+
+def plan_counts(rows: Sequence[Row]) -> Row:
+    """What a `step` says of the plan that it executed."""
+    groups = {(log_of(row), row["group_id"]) for row in rows}
+    return {"rollouts": len(rows), "groups": len(groups), "plan": plan_digest(rows)}
+
+
+def step_row(epoch: int, step: int, rows: Sequence[Row], outcome: Any, metrics: Row) -> Row:
+    """The `step` record of a plan's rows; `outcome` is what the trainer returned for them."""
+    names = ("updates", "loss", "grad_norm", "n_tokens", "state_digest")
+    return {
+        "epoch": epoch,
+        "step": step,
+        **{name: getattr(outcome, name) for name in names},
+        "counts": canonical_json(plan_counts(rows)),
+        "metrics": canonical_json(metrics),
+        "sketch": sketch_rows(outcome.sketch),
+    }
 
 
 def sketch_rows(sketch: Sketch | None) -> list[Row] | None:
@@ -75,26 +85,34 @@ def check_digest(step: int, found: str, recorded: str) -> None:
         )
 
 
-def check_sketch(
-    step: int, found: Sketch | None, recorded: Sketch | None, before: Sketch | None, limit: float
-) -> float:
-    """Distance of two sketches relative to how far training moved since `before`.
+def sketch_gap(
+    found: Sketch | None, recorded: Sketch | None, before: Sketch | None
+) -> float | None:
+    """Distance from the recorded weights, relative to how far training moved them from `before`.
 
-    RecoveryError above `limit`, or if a sketch is missing: then only bits could tell, and these
-    settings cannot reproduce them.
+    None if a sketch is missing; 0.0 where only the order of summation differs.
     """
     if found is None or recorded is None or before is None:
+        return None
+    if same_weights(found, recorded):
+        return 0.0
+    return distance(found, recorded) / max(distance(recorded, before), 1e-30)
+
+
+def check_sketch(step: int, gap: float | None, limit: float) -> None:
+    """RecoveryError above `limit`, or without sketches: then only bits could tell, and these
+    settings cannot reproduce them.
+    """
+    if gap is None:
         raise RecoveryError(
             f"redo of step {step} at other settings than it was trained with needs sketches, and "
             "train.sketch is or was off: resume with the settings of the epoch that recorded it"
         )
-    gap, moved = distance(found, recorded), distance(recorded, before)
-    if gap > limit * moved and not same_weights(found, recorded):
+    if gap > limit:
         raise RecoveryError(
-            f"redo of step {step} at other settings: the weights are {gap:.3g} away from the "
-            f"recorded ones, training had moved them by {moved:.3g} (limit {limit:.0%})"
+            f"redo of step {step} at other settings: the weights are {gap:.1%} of the way that "
+            f"training had moved them away from the recorded ones (limit {limit:.0%})"
         )
-    return gap / moved if moved else 0.0
 
 
 async def redo(
@@ -120,5 +138,6 @@ async def redo(
         if row is not None and same_bits(row):
             check_digest(step, outcome.state_digest, row["state_digest"])
         elif row is not None:
-            gap = check_sketch(step, outcome.sketch, sketch_of(row), before, limit)
+            gap = sketch_gap(outcome.sketch, sketch_of(row), before)
+            check_sketch(step, gap, limit)
         yield step, outcome, gap

@@ -8,15 +8,16 @@ a protocol object from `molt`. Where bits cannot agree, the sketches must.
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Protocol
 
-from molt.replay.redo import Sketch, distance, same_weights, sketch_of
+from molt.replay.redo import sketch_gap, sketch_of
 from molt.schemas.columns import Row
-from molt.schemas.errors import RecoveryError
+from molt.schemas.errors import ConfigError
 from molt.store.control import lineage_of
+from molt.store.fold import MARKER
 from molt.store.log import Log
 
-MARKER = "COMPLETE"
 CLOSE = 1e-3
 """Where bits cannot agree: relative tolerance of loss and gradient norm."""
 SKETCH_CLOSE = 0.05
@@ -40,6 +41,27 @@ class History:
     steps: dict[int, Row] = field(default_factory=dict)
     checkpoints: dict[int, Row] = field(default_factory=dict)
     epochs: list[Row] = field(default_factory=list)
+
+    def epoch_of(self, step: int) -> Row:
+        """The epoch that recorded a step; the newest one if its record is missing."""
+        row = self.steps.get(step)
+        epochs = {e["epoch"]: e for e in self.epochs}
+        return epochs[row["epoch"]] if row else self.epochs[-1]
+
+    def check(self, first: int, last: int, *, recorded: bool) -> None:
+        """ConfigError unless all these steps are planned and, if asked, recorded too."""
+        known = self.plans.keys() & self.steps.keys() if recorded else self.plans.keys()
+        missing = [step for step in range(first, last + 1) if step not in known]
+        if missing:
+            there = f"{min(known)} to {max(known)}" if known else "none"
+            word = "recorded" if recorded else "planned"
+            raise ConfigError(f"step {missing[0]} is not {word}; {word}: {there}")
+
+    def complete(self, log: Path) -> list[Row]:
+        """The checkpoints whose folders are whole, in the order of steps."""
+        return [
+            r for _, r in sorted(self.checkpoints.items()) if (log / r["path"] / MARKER).exists()
+        ]
 
 
 def history(log: Log, epoch: int | None = None) -> History:
@@ -71,17 +93,12 @@ def restore(
     """Bring the trainer to the state after step `last`: checkpoint, then the plans behind it.
 
     `check(step, outcome)` sees every step that is executed. Returns the checkpoint's step, 0 for
-    the model's own weights. RecoveryError if a plan that is needed is not in the lineage.
+    the model's own weights. ConfigError if a plan that is needed is not in the lineage.
     """
-    start = 0
-    for step in sorted((s for s in found.checkpoints if s <= last), reverse=True):
-        folder = log.path / found.checkpoints[step]["path"]
-        if (folder / MARKER).exists():
-            start = trainer.load(str(folder))
-            break
+    usable = [row for row in found.complete(log.path) if row["step"] <= last]
+    start = trainer.load(str(log.path / usable[-1]["path"])) if usable else 0
+    found.check(start + 1, last, recorded=False)
     for step in range(start + 1, last + 1):
-        if step not in found.plans:
-            raise RecoveryError(f"step {step} is not recorded; recorded: {_range(found)}")
         check(step, trainer.execute_plan(found.plans[step]))
     return start
 
@@ -99,11 +116,9 @@ def replay(
 
     `differs` says why bits cannot agree here (None: they must); `execute(plan record's number)`
     replaces the trainer's own execution of the steps asked for, and must end in the same state.
-    Raises RecoveryError if a plan or step record that is needed is not in the lineage.
+    ConfigError if a plan or step record that is needed is not in the lineage.
     """
-    for step in range(first, last + 1):
-        if step not in found.plans or step not in found.steps:
-            raise RecoveryError(f"step {step} is not recorded; recorded: {_range(found)}")
+    found.check(first, last, recorded=True)
     restore(log, trainer, found, first - 1)
     for step in range(first, last + 1):
         outcome = (execute or trainer.execute_plan)(found.plans[step])
@@ -128,7 +143,7 @@ def compare(
     row: Row = {"ok": ok, "step": recorded["step"], **values}
     if differs is None or ok:
         return row
-    gap = sketch_gap(outcome.sketch, recorded, before)
+    gap = sketch_gap(outcome.sketch, sketch_of(recorded), sketch_of(before) if before else None)
     row["ok"] = (gap is None or gap <= SKETCH_CLOSE) and all(
         math.isclose(row[n]["recorded"], row[n]["recomputed"], rel_tol=CLOSE, abs_tol=CLOSE)
         for n in ("loss", "grad_norm")
@@ -136,20 +151,3 @@ def compare(
     row["reason"] = differs + ("; there are no sketches to compare" if gap is None else "")
     row["sketch"] = gap if gap is None else {"gap": gap, "limit": SKETCH_CLOSE}
     return row
-
-
-def sketch_gap(found: Sketch | None, recorded: Row, before: Row | None) -> float | None:
-    """Distance of the weights from the recorded ones, relative to how far the step moved them.
-
-    None without sketches. 0.0 where only the order of summation differs.
-    """
-    own, start = sketch_of(recorded), sketch_of(before) if before else None
-    if found is None or own is None or start is None:
-        return None
-    moved = max(distance(own, start), 1e-30)
-    return 0.0 if same_weights(found, own) else distance(found, own) / moved
-
-
-def _range(found: History) -> str:
-    steps = sorted(found.steps)
-    return f"{steps[0]} to {steps[-1]}" if steps else "none"

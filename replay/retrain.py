@@ -8,18 +8,15 @@ checkpoint, then redo of the plans behind it, which must give the recorded diges
 import hashlib
 import math
 import random
-import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from molt.replay.redo import check_digest, plan_digest, sketch_rows
-from molt.replay.replay import MARKER, History, ReplayTrainer, history, restore
-from molt.replay.sources import log_of
+from molt.replay import folders
+from molt.replay.redo import check_digest, step_row
+from molt.replay.replay import History, ReplayTrainer, history, restore
 from molt.schemas.columns import Row
-from molt.schemas.text import canonical_json
 from molt.store.control import Record, read_record
-from molt.store.files import fsync_dir, publish
 from molt.store.log import Log
 
 Planner = Callable[[int], tuple[Row, list[Row]]]
@@ -84,47 +81,19 @@ class OfflineRun:
 
     def record(self, plan: Record, outcome: Any) -> None:
         """Write the step record of an executed plan."""
-        groups = {(log_of(r), r["group_id"]) for r in plan.rows}
-        counts = {"rollouts": len(plan.rows), "groups": len(groups), "plan": plan_digest(plan.rows)}
-        row = {
-            "epoch": self.log.control.epoch,
-            "step": plan.header["step"],
-            "updates": outcome.updates,
-            "loss": outcome.loss,
-            "grad_norm": outcome.grad_norm,
-            "n_tokens": outcome.n_tokens,
-            "counts": canonical_json(counts),
-            "metrics": canonical_json({**self.describe(plan.rows), **outcome.metrics}),
-            "state_digest": outcome.state_digest,
-            "sketch": sketch_rows(outcome.sketch),
-        }
+        metrics = {**self.describe(plan.rows), **outcome.metrics}
+        step = plan.header["step"]
+        row = step_row(self.log.control.epoch, step, plan.rows, outcome, metrics)
         self.log.control.put("step", [row])
-        self.say(plan.header["step"], row)
+        self.say(step, row)
 
     def checkpoint(self, step: int, state_digest: str) -> None:
         """Files, marker, record; all but the newest `keep` checkpoints go."""
-        path = f"checkpoints/{self.log.control.epoch}-{step}"
-        folder = self.log.path / path
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir(mode=0o700)
-        fsync_dir(folder.parent)
-        files = self.trainer.save(str(folder))
-        row = {
-            "epoch": self.log.control.epoch,
-            "step": step,
-            "path": path,
-            "bytes": sum(size for _, size in files),
-            "files": [{"name": name, "bytes": size} for name, size in files],
-            "state_digest": state_digest,
-        }
-        marker = {k: row[k] for k in ("epoch", "step", "files", "state_digest")}
-        publish(folder / MARKER, canonical_json(marker).encode())
-        self.log.control.put("checkpoint", [row])
-        known = [self.log.path / r["path"] for r in history(self.log).checkpoints.values()]
-        for old in [f for f in known if (f / MARKER).exists()][: -self.keep]:
-            gone = old.with_name(f".retired-{old.name}")
-            old.rename(gone)
-            shutil.rmtree(gone)
+        log = self.log.path
+        with folders.new_folder(log, self.log.control.epoch, step) as path:
+            files = self.trainer.save(str(log / path))
+            self.log.control.put("checkpoint", [folders.seal(log, path, files, state_digest)])
+        folders.prune(log, [*history(self.log).checkpoints.values()], self.keep)
 
 
 # -- what is planned -------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ A plan of an offline run names rows that other logs hold; nothing is copied. Eac
 once and must be the run that the epoch record names.
 """
 
-from pathlib import Path
+from functools import lru_cache
 from typing import Any, Protocol
 
 import numpy as np
@@ -15,7 +15,7 @@ from molt.schemas.errors import LogCorrupt
 from molt.schemas.records import Ref
 from molt.store.control import read_records
 from molt.store.log import Log
-from molt.store.reader import RowReader
+from molt.store.reader import RowReader, find_commit
 
 CACHE_BYTES = 64 << 20
 STREAMS_KEPT = 4096
@@ -41,7 +41,9 @@ class Sources:
         self._readers: dict[int, RowReader] = {}
         self.commits: set[tuple[int, str, int]] = set()
         """Commits that rows were taken from."""
-        self._streams: dict[tuple[int, str, int], str] = {}
+        self._stream = lru_cache(STREAMS_KEPT)(
+            lambda index, writer, seq: find_commit(self.log(index).path, writer, seq).stream
+        )
 
     def log(self, index: int) -> Log:
         """The log behind an address; LogCorrupt if it is not listed, or is another run by now."""
@@ -73,12 +75,7 @@ class Sources:
 
     def stream(self, ref: Ref) -> str:
         """The stream of a row's commit; nothing of it is read."""
-        key = (ref.log, ref.writer, ref.seq)
-        if key not in self._streams:
-            if len(self._streams) >= STREAMS_KEPT:
-                self._streams.clear()
-            self._streams[key] = self.log(ref.log).stream(ref)
-        return self._streams[key]
+        return self._stream(ref.log, ref.writer, ref.seq)
 
     def routing_place(self, ref: Ref) -> tuple[int, int, int] | None:
         return self._reader(ref.log).routing_place(ref)
@@ -88,8 +85,7 @@ class Sources:
 
     def _reader(self, index: int) -> RowReader:
         if index not in self._readers:
-            path: Path = self.log(index).path
-            self._readers[index] = RowReader(path, self._cache_bytes)
+            self._readers[index] = RowReader(self.log(index).path, self._cache_bytes)
         return self._readers[index]
 
     @property

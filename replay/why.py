@@ -11,22 +11,64 @@ from collections.abc import Sequence
 from typing import Any
 
 from molt.replay.assemble import segments_of, sequences_of
+from molt.replay.replay import history
 from molt.replay.sources import Sources
 from molt.schemas.columns import Row
 from molt.schemas.errors import ConfigError, Retired
-from molt.store.control import Record, lineage_of
+from molt.store.control import Record, read_record
 from molt.store.log import Log
 from molt.store.sql import connect
 
-VIEWS = "prompts segments rollouts rewards drops plans"
+ROWS = {
+    "prompts": "select * from prompts where group_id = $group order by attempt",
+    "segments": "select *, list_sum(train)::int as n_train, list_avg(logprobs) as logprob_mean "
+    "from segments where rollout_id = $rollout order by attempt, abandoned, segment",
+    "rollouts": "select * from rollouts where rollout_id = $rollout "
+    "order by attempt, status <> 'pending'",
+    "rewards": "select * from rewards where rollout_id = $rollout "
+    "order by attempt, segment, token, name, revision",
+    "plans": "select * from plans where rollout_id = $rollout order by step",
+    "drops": "select * from drops "
+    "where group_id = $group and coalesce(rollout_id, $rollout) = $rollout",
+}
+
+PLAYED = ("segments", "rollouts", "rewards")
+
+
+def rollout_rows(log: Log, rollout_id: str) -> dict[str, list[Row]]:
+    """All rows of a rollout by view, abandoned ones included.
+
+    ConfigError names close matches if the log does not know the rollout.
+    """
+    con = connect([log], "all", query=" ".join(ROWS))
+    group_id = rollout_id.rpartition("/")[0]
+    known = {"group": group_id, "rollout": rollout_id}
+    found: dict[str, list[Row]] = {}
+    for view, query in ROWS.items():
+        params = {k: v for k, v in known.items() if f"${k}" in query}
+        found[view] = con.sql(query, params=params).to_arrow_table().to_pylist()
+    issued = any(rollout_id == f"{group_id}/{i}" for p in found["prompts"] for i in range(p["n"]))
+    if not issued and not attempts(found):
+        names = [n for (n,) in con.execute("select distinct rollout_id from segments").fetchall()]
+        near = difflib.get_close_matches(rollout_id, names, n=3, cutoff=0.5)
+        hint = f"did you mean {', '.join(near)}?" if near else f"the log has {len(names)} rollouts"
+        raise ConfigError(
+            f"there is no rollout '{rollout_id}' in {log.path}; {hint} "
+            '(molt sql LOG "select rollout_id from rollouts" lists them)'
+        )
+    con.close()
+    return found
+
+
+def attempts(rows: dict[str, list[Row]]) -> list[int]:
+    """Numbers of the attempts that `rollout_rows` found."""
+    return sorted({r["attempt"] for view in PLAYED for r in rows[view]})
 
 
 def why_group(log: Log, group_id: str) -> list[Row]:
     """`why` of every rollout of a group; ConfigError if the group was never issued."""
-    con = connect([log], "all", query="prompts")
     query = "select max(n) from prompts where group_id = ?"
-    (n,) = con.execute(query, [group_id]).fetchone() or (None,)
-    con.close()
+    (n,) = connect([log], "all", query).execute(query, [group_id]).fetchone() or (None,)
     if n is None:
         raise ConfigError(f"{group_id} was never issued in {log.path}")
     return [why(log, f"{group_id}/{i}") for i in range(n)]
@@ -36,93 +78,50 @@ def why(log: Log, rollout_id: str) -> Row:
     """One page of facts about a rollout: {"rollout", "verdict", "prompt", "issued", "attempts",
     "group", "plan"}. `plan` is None if no plan lists it. ConfigError for an unknown rollout.
     """
-    rows = _rows(log, rollout_id)
-    records = log.records()
-    lineage = lineage_of(records)
-    planned = [r for r in records if r.kind == "plan" and _row_of(r, rollout_id)]
-    held = [r for r in planned if lineage.holds(r.n)]
-    steps = {
-        r.rows[0]["step"]: r.rows[0] for r in records if r.kind == "step" and lineage.holds(r.n)
-    }
-    plan = _plan(log, held[-1], rollout_id, steps) if held else None
+    rows, found = rollout_rows(log, rollout_id), history(log)
+    steps = [p["step"] for p in rows["plans"] if not p["abandoned"]]
+    plan = read_record(log.path, found.plans[steps[-1]]) if steps else None
     page = {
         "rollout": rollout_id,
         "verdict": "",
         "prompt": rows["prompts"][0]["prompt"] if rows["prompts"] else None,
         "issued": [_pick(p, "attempt reason dataset n") for p in rows["prompts"]],
-        "attempts": [_attempt(rows, number) for number in _attempts(rows)],
+        "attempts": [_attempt(rows, number) for number in attempts(rows)],
         "drops": [d["reason"] for d in rows["drops"] if not d["abandoned"]],
-        "group": _group(held[-1], rollout_id) if held else [],
-        "plan": plan,
+        "group": _group(plan, rollout_id) if plan else [],
+        "plan": _plan(log, plan, rollout_id, found.steps.get(steps[-1])) if plan else None,
     }
-    page["verdict"] = _verdict(page, [r.header["step"] for r in planned if r not in held])
+    page["verdict"] = _verdict(page, [p["step"] for p in rows["plans"] if p["abandoned"]])
     return page
-
-
-def _rows(log: Log, rollout_id: str) -> dict[str, list[Row]]:
-    con = connect([log], "all", query=VIEWS)
-    group_id = rollout_id.rpartition("/")[0]
-    order = {
-        "segments": "attempt, abandoned, segment",
-        "rollouts": "attempt, status <> 'pending'",
-        "rewards": "attempt, segment, token, name, revision",
-    }
-    found: dict[str, list[Row]] = {}
-    for view, by in order.items():
-        query = f"select * from {view} where rollout_id = ? order by {by}"
-        found[view] = con.sql(query, params=[rollout_id]).to_arrow_table().to_pylist()
-    query = "select * from prompts where group_id = ? order by attempt"
-    found["prompts"] = con.sql(query, params=[group_id]).to_arrow_table().to_pylist()
-    query = "select * from drops where group_id = ? and coalesce(rollout_id, $2) = $2"
-    query = query.replace("?", "$1")
-    found["drops"] = con.sql(query, params=[group_id, rollout_id]).to_arrow_table().to_pylist()
-    issued = any(rollout_id == f"{group_id}/{i}" for p in found["prompts"] for i in range(p["n"]))
-    if not issued and not found["segments"] and not found["rollouts"]:
-        names = con.execute("select distinct rollout_id from rollouts").fetchall()
-        near = difflib.get_close_matches(rollout_id, [n[0] for n in names], n=3, cutoff=0.5)
-        hint = f"; did you mean {', '.join(near)}?" if near else ""
-        raise ConfigError(f"there is no rollout '{rollout_id}' in {log.path}{hint}")
-    con.close()
-    return found
 
 
 def _pick(row: Row, names: str) -> Row:
     return {name: row[name] for name in names.split()}
 
 
-def _attempts(rows: dict[str, list[Row]]) -> list[int]:
-    found = (*rows["segments"], *rows["rollouts"], *rows["rewards"])
-    return sorted({r["attempt"] for r in found})
-
-
 def _attempt(rows: dict[str, list[Row]], number: int) -> Row:
-    own = {k: [r for r in v if r.get("attempt") == number] for k, v in rows.items()}
-    outcome = own["rollouts"][-1] if own["rollouts"] else None
+    segments, outcomes, rewards = (
+        [r for r in rows[view] if r["attempt"] == number] for view in PLAYED
+    )
     names = "status reason seconds n_segments"
-    told = {(s["segment"], s["digest"]) for s in own["segments"]}
-    digests = {r["chain_digest"] for r in own["rollouts"] if r["status"] != "pending"}
+    told = {(s["segment"], s["digest"]) for s in segments}
+    digests = {r["chain_digest"] for r in outcomes if r["status"] != "pending"}
     return {
         "attempt": number,
-        **(_pick(outcome, names) if outcome else dict.fromkeys(names.split())),
-        "abandoned": any(s["abandoned"] for s in own["segments"]),
+        **(_pick(outcomes[-1], names) if outcomes else dict.fromkeys(names.split())),
+        "abandoned": any(s["abandoned"] for s in segments),
         "conflict": len(digests) > 1 or len(told) > len({segment for segment, _ in told}),
-        "turns": [_turn(s) for s in own["segments"]],
-        "rewards": [_pick(r, "name segment token value revision source") for r in own["rewards"]],
+        "turns": [_turn(s) for s in segments],
+        "rewards": [_pick(r, "name segment token value revision source") for r in rewards],
     }
 
 
 def _turn(row: Row) -> Row:
-    logprobs = [x for x in row["logprobs"] if x is not None]
+    names = "segment parent keep n_tokens n_sampled finish_reason engine_id train_reason"
     return {
-        **_pick(row, "segment parent keep n_tokens n_sampled finish_reason engine_id train_reason"),
-        "n_train": sum(row["train"]),
-        "logprob_mean": sum(logprobs) / len(logprobs) if logprobs else None,
+        **_pick(row, f"{names} n_train logprob_mean"),
         "versions": [f"{r['epoch']}.{r['version']} x {r['n']}" for r in row["version_runs"]],
     }
-
-
-def _row_of(record: Record, rollout_id: str) -> Row | None:
-    return next((r for r in record.rows if r["rollout_id"] == rollout_id), None)
 
 
 def _group(plan: Record, rollout_id: str) -> list[Row]:
@@ -131,28 +130,29 @@ def _group(plan: Record, rollout_id: str) -> list[Row]:
     return [_pick(r, "rollout_id reward in_baseline advantage decision") for r in own]
 
 
-def _plan(log: Log, plan: Record, rollout_id: str, steps: dict[int, Row]) -> Row:
+def _plan(log: Log, plan: Record, rollout_id: str, done: Row | None) -> Row:
     """What the step did with the rollout; token counts are None where the rows are retired."""
-    row, step = _row_of(plan, rollout_id), plan.header["step"]
-    assert row is not None
-    names = "attempt reward in_baseline advantage decision lag_max"
-    found = {**_pick(row, names), "record": plan.n, **plan.header}
-    done = steps.get(step)
-    found |= _pick(done, "loss grad_norm n_tokens") if done else {"n_tokens": None}
+    row = next(r for r in plan.rows if r["rollout_id"] == rollout_id)
+    found = {
+        **_pick(row, "attempt reward in_baseline advantage decision lag_max"),
+        "record": plan.n,
+        **plan.header,
+        **(_pick(done, "loss grad_norm n_tokens") if done else {"n_tokens": None}),
+        "executed": done is not None,
+    }
+    source = Sources(log, plan.epoch)
     try:
-        trained = _trained(Sources(log, plan.epoch), plan, row)
-        weights = {
-            r["rollout_id"]: abs(r["advantage"]) * sum(_trained(s, plan, r).values())
-            for s in [Sources(log, plan.epoch)]
-            for r in plan.rows
-        }
+        trained = {r["rollout_id"]: _trained(source, plan, r) for r in plan.rows}
     except Retired:
-        return {**found, "executed": done is not None, "lags": None, "trained": None}
-    total, n = sum(weights.values()), sum(trained.values())
+        return {**found, "lags": None, "trained": None}
+    n = trained[rollout_id].total()
+    weights = {
+        r["rollout_id"]: abs(r["advantage"]) * trained[r["rollout_id"]].total() for r in plan.rows
+    }
+    total = sum(weights.values())
     return {
         **found,
-        "executed": done is not None,
-        "lags": {str(lag): count for lag, count in sorted(trained.items())},
+        "lags": {str(lag): count for lag, count in sorted(trained[rollout_id].items())},
         "trained": n,
         "share_tokens": n / done["n_tokens"] if done and done["n_tokens"] else None,
         "share_weight": weights[rollout_id] / total if total else None,
@@ -180,19 +180,17 @@ def _verdict(page: Row, abandoned_steps: Sequence[int]) -> str:
     if page["drops"]:
         return f"never trained: its group was dropped, reason '{page['drops'][0]}'"
     gone = f"; step {abandoned_steps[-1]} of an abandoned epoch did" if abandoned_steps else ""
-    attempts = page["attempts"]
-    if not attempts:
+    tried = page["attempts"]
+    if not tried:
         return "not played yet: issued, no row of it is visible" + gone
-    last = attempts[-1]
+    last = tried[-1]
     if last["conflict"]:
         return "never trained: two writers tell it differently (conflict)"
     if last["abandoned"]:
         return "not trained in this lineage: weights of an abandoned epoch sampled it" + gone
     if last["status"] is None:
-        n = len(last["turns"])
-        return (
-            f"not trained yet: attempt {last['attempt']} has {n} segment(s) and no outcome" + gone
-        )
+        told = f"attempt {last['attempt']} has {len(last['turns'])} segment(s) and no outcome"
+        return f"not trained yet: {told}{gone}"
     if last["status"] == "pending":
         return "not trained yet: its outcome waits for a first reward" + gone
     return "not trained yet: finished, and no plan lists its group so far" + gone
@@ -209,8 +207,9 @@ def _planned(page: Row, plan: Row) -> str:
         elif plan["reward"] is None:
             cause = "it has no reward"
         else:
-            reasons = [t["train_reason"] for t in (tried or {"turns": []})["turns"]]
-            cause = "it has no token to train" + _because([r for r in reasons if r])
+            turns = tried["turns"] if tried else []
+            reason = next((t["train_reason"] for t in turns if t["train_reason"]), None)
+            cause = "it has no token to train" + (f" ({reason})" if reason else "")
         counted = "counted in the baseline" if plan["in_baseline"] else "not in the baseline either"
         return f"never trained: {where} took its group, but {cause}; {counted}{note}"
     if not plan["executed"]:
@@ -222,19 +221,16 @@ def _planned(page: Row, plan: Row) -> str:
     return f"trained in {where}{part}{note}"
 
 
-def _because(reasons: Sequence[str]) -> str:
-    return f" ({reasons[0]})" if reasons else ""
-
-
 def to_text(page: Row) -> str:
     """The page for the terminal."""
     out = [page["rollout"], f"  verdict   {page['verdict']}", f"  prompt    {page['prompt']}"]
-    for p in page["issued"]:
-        out.append(f"  issued    attempt {p['attempt']} ({p['reason']}), {p['n']} rollouts")
+    out += [
+        f"  issued    attempt {p['attempt']} ({p['reason']}), {p['n']} rollouts"
+        for p in page["issued"]
+    ]
     for a in page["attempts"]:
         out += _attempt_text(a)
-    for name, value in (("dropped", d) for d in page["drops"]):
-        out.append(f"  {name}   {value}")
+    out += [f"  dropped   {reason}" for reason in page["drops"]]
     plan = page["plan"]
     if plan is not None:
         rewards = ", ".join(_number(r["reward"]) for r in page["group"])

@@ -48,23 +48,18 @@ _count: Callable[[Any], int] = np.count_nonzero
 
 def segment_digest(row: Mapping[str, Any], parent_digest: bytes = ROOT_DIGEST) -> bytes:
     """blake2b-256 over the parent's digest, `keep` and the row's own token columns."""
-    h = hashlib.blake2b(parent_digest, digest_size=32)
-    h.update(struct.pack("<q", row["keep"]))
+    parts: list[Any] = [parent_digest, struct.pack("<q", row["keep"])]
     for name, dtype in _DIGESTED.items():
         array = np.ascontiguousarray(row[name], dtype)
-        h.update(struct.pack("<q", len(array)))
-        h.update(array.data)
-    for run in row["version_runs"]:
-        h.update(struct.pack("<iqi", run["epoch"], run["version"], run["n"]))
-    return h.digest()
+        parts += (struct.pack("<q", len(array)), array)
+    runs = row["version_runs"]
+    parts += [struct.pack("<iqi", run["epoch"], run["version"], run["n"]) for run in runs]
+    return hashlib.blake2b(b"".join(parts), digest_size=32).digest()
 
 
 def chain_digest(tip_digests: Sequence[bytes]) -> bytes:
     """blake2b-256 of the tips' digests in segment order: one value names a whole rollout."""
-    h = hashlib.blake2b(digest_size=32)
-    for digest in tip_digests:
-        h.update(digest)
-    return h.digest()
+    return hashlib.blake2b(b"".join(tip_digests), digest_size=32).digest()
 
 
 def check_row(
@@ -82,12 +77,14 @@ def check_row(
     return out
 
 
+def _refused(stream: str, row: Mapping[str, Any], why: str) -> SegmentRejected:
+    return SegmentRejected(f"{row_name(stream, row)}: {why}")
+
+
 def check_enums(stream: str, row: Row) -> None:
     for name, allowed in _ENUMS_OF.get(stream, ()):
         if row.get(name) is not None and row[name] not in allowed:
-            raise SegmentRejected(
-                f"{row_name(stream, row)}: {name} '{row[name]}' is none of {sorted(allowed)}"
-            )
+            raise _refused(stream, row, f"{name} '{row[name]}' is none of {sorted(allowed)}")
 
 
 _ENUMS_OF: dict[str, list[tuple[str, frozenset[str]]]] = {}
@@ -104,10 +101,8 @@ def _unsampled_to_zero(row: Mapping[str, Any]) -> Mapping[str, Any]:
         return row
     for i, (value, flag) in enumerate(zip(logprobs, sampled, strict=True)):
         if value is None and flag:
-            raise SegmentRejected(
-                f"{row_name('segments', row)}: no logprob for the sampled token at index {i}; "
-                "every sampled token needs one (ask the engine for logprobs)"
-            )
+            why = f"no logprob for the sampled token at index {i}; every sampled token needs one"
+            raise _refused("segments", row, f"{why} (ask the engine for logprobs)")
     return {**row, "logprobs": [0.0 if v is None else v for v in logprobs]}
 
 
@@ -126,7 +121,7 @@ def check_segment(row: Row, parent: Parent | None = None) -> None:
 
 
 def _reject(row: Row, why: str) -> None:
-    raise SegmentRejected(f"{row_name('segments', row)}: {why}")
+    raise _refused("segments", row, why)
 
 
 def _check_lengths(row: Row) -> None:
@@ -159,8 +154,9 @@ def _check_logprobs(row: Row) -> None:
         ok = (logprobs <= LOGPROB_MAX) & (logprobs > -math.inf)
         i = int((~ok).argmax())
         _reject(row, f"logprob {logprobs[i]} at index {i} is not finite and <= 0")
-    if _count(logprobs[row["sampled"] == 0]):
-        i = int(((row["sampled"] == 0) & (logprobs != 0.0)).argmax())
+    loose = (logprobs != 0.0) > row["sampled"]
+    if _count(loose):
+        i = int(loose.argmax())
         _reject(row, f"logprob {logprobs[i]} at index {i}, where nothing was sampled")
 
 
@@ -194,79 +190,65 @@ def _check_link(row: Row, parent: Parent | None) -> None:
         return
     first_own = parent.n_chain - parent.n_own
     if not first_own < row["keep"] <= parent.n_chain:
-        _reject(
-            row,
-            f"keep {row['keep']} does not end inside parent {row['parent']}, whose own tokens "
-            f"are {first_own + 1} to {parent.n_chain} of its chain",
-        )
+        own = f"whose own tokens are {first_own + 1} to {parent.n_chain} of its chain"
+        _reject(row, f"keep {row['keep']} does not end inside parent {row['parent']}, {own}")
 
 
 def check_reward(row: Row) -> None:
     value = row["value"]
     if value is not None and not math.isfinite(value):
-        raise SegmentRejected(
-            f"{row_name('rewards', row)}: reward '{row['name']}' is {value}; "
-            "use None for a rollout that cannot be scored"
-        )
+        why = f"reward '{row['name']}' is {value}; use None for a rollout that cannot be scored"
+        raise _refused("rewards", row, why)
     if row["revision"] < 0:
-        raise SegmentRejected(f"{row_name('rewards', row)}: revision {row['revision']} < 0")
+        raise _refused("rewards", row, f"revision {row['revision']} < 0")
 
 
 def check_scores(row: Row) -> None:
     bad = np.flatnonzero(~np.isfinite(row["values"]))
     if len(bad):
-        raise SegmentRejected(
-            f"{row_name('scores', row)}: value {row['values'][bad[0]]} at index {bad[0]}"
-        )
+        raise _refused("scores", row, f"value {row['values'][bad[0]]} at index {bad[0]}")
 
 
 def check_routing(row: Row) -> None:
     """Rows must fit `n` positions and their own hashes (shape is checked with the metadata)."""
     n, size = row["n"], len(row["experts"])
     if n < 1 or len(row["row_xxh3"]) != n or size % n:
-        raise SegmentRejected(
-            f"{row_name('routing', row)}: {size} bytes and {len(row['row_xxh3'])} hashes "
-            f"for {n} positions"
-        )
+        why = f"{size} bytes and {len(row['row_xxh3'])} hashes for {n} positions"
+        raise _refused("routing", row, why)
     width = size // n
     for i, expected in enumerate(row["row_xxh3"]):
         found = xxhash.xxh3_64_intdigest(row["experts"][i * width : (i + 1) * width])
         if found != expected:
-            raise SegmentRejected(
-                f"{row_name('routing', row)}: hash of position {row['start'] + i} is "
-                f"{found:016x}, recorded {int(expected):016x}"
-            )
+            why = f"hash of position {row['start'] + i} is {found:016x}, recorded "
+            raise _refused("routing", row, f"{why}{int(expected):016x}")
 
 
 def check_routing_shape(row: Row, metadata: Mapping[str, str], n_chain: int | None = None) -> None:
     """A routing row against the shape in the commit's metadata and, if known, its chain's end."""
-    who = row_name("routing", row)
     try:
         layers, top_k = int(metadata["molt.layers"]), int(metadata["molt.top_k"])
         n_experts, dtype = int(metadata["molt.experts"]), np.dtype(metadata["molt.dtype"])
     except KeyError as error:
-        raise SegmentRejected(
-            f"{who}: no {error} for this run; open the writer with routing=routing_metadata(...)"
-        ) from None
-    size = row["n"] * layers * top_k * dtype.itemsize
+        why = f"no {error} for this run; open the writer with routing=routing_metadata(...)"
+        raise _refused("routing", row, why) from None
+    first, n = row["start"], row["n"]
+    size = n * layers * top_k * dtype.itemsize
     if len(row["experts"]) != size:
-        raise SegmentRejected(f"{who}: {len(row['experts'])} bytes of experts instead of {size}")
-    largest = int(np.frombuffer(row["experts"], dtype.newbyteorder("<")).max())
-    if largest >= n_experts:
-        raise SegmentRejected(f"{who}: expert {largest} in a run of {n_experts} experts")
-    if n_chain is not None and row["start"] + row["n"] > n_chain:
-        raise SegmentRejected(
-            f"{who}: positions {row['start']} to {row['start'] + row['n'] - 1} in a chain of "
-            f"{n_chain} tokens"
-        )
-    experts_NLK = np.frombuffer(row["experts"], dtype.newbyteorder("<")).reshape(-1, layers, top_k)
+        why = f"{len(row['experts'])} bytes of experts instead of {size}"
+        raise _refused("routing", row, why)
+    experts_NLK = np.frombuffer(row["experts"], dtype.newbyteorder("<")).reshape(n, layers, top_k)
+    if experts_NLK.max() >= n_experts:
+        why = f"expert {experts_NLK.max()} in a run of {n_experts} experts"
+        raise _refused("routing", row, why)
+    if n_chain is not None and first + n > n_chain:
+        why = f"positions {first} to {first + n - 1} in a chain of {n_chain} tokens"
+        raise _refused("routing", row, why)
     twice = repeated_expert(experts_NLK)
     if twice is not None:
-        n, layer = twice
-        raise SegmentRejected(
-            f"{who}: position {row['start'] + n}, layer {layer}: experts "
-            f"{experts_NLK[n, layer].tolist()} are not distinct"
-        )
+        at, layer = twice
+        chosen = experts_NLK[at, layer].tolist()
+        why = f"position {first + at}, layer {layer}: experts {chosen} are not distinct"
+        raise _refused("routing", row, why)
 
 
 def repeated_expert(experts_NLK: np.ndarray) -> tuple[int, int] | None:
@@ -309,19 +291,15 @@ def routing_columns(experts_NLK: np.ndarray, n_experts: int) -> Row:
 
 def check_prompt(row: Row) -> None:
     if row["group_id"] != f"{row['purpose']}-{row['ordinal']}":
-        raise SegmentRejected(
-            f"{row_name('prompts', row)}: group_id must be {row['purpose']}-{row['ordinal']}"
-        )
+        raise _refused("prompts", row, f"group_id must be {row['purpose']}-{row['ordinal']}")
     if row["n"] < 1 or row["ordinal"] < 0 or row["attempt"] < 0:
-        raise SegmentRejected(
-            f"{row_name('prompts', row)}: n {row['n']}, ordinal {row['ordinal']}, "
-            f"attempt {row['attempt']}"
-        )
+        why = f"n {row['n']}, ordinal {row['ordinal']}, attempt {row['attempt']}"
+        raise _refused("prompts", row, why)
 
 
 def check_rollout(row: Row) -> None:
     if row["status"] in ("failed", "aborted") and not row["reason"]:
-        raise SegmentRejected(f"{row_name('rollouts', row)}: status {row['status']} needs a reason")
+        raise _refused("rollouts", row, f"status {row['status']} needs a reason")
 
 
 CHECKS: dict[str, Callable[[Row], None]] = {

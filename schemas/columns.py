@@ -37,7 +37,7 @@ def normalise(stream: str, schema: pa.Schema, row: Mapping[str, Any]) -> Row:
     Raises SegmentRejected naming the field for an unknown, missing or mistyped one.
     """
     out: Row = {}
-    for name, nullable, convert in _fields(schema):
+    for name, nullable, convert in _fields(schema)[0]:
         value = row.get(name)
         if value is None:
             if not nullable:
@@ -64,17 +64,19 @@ def _unknown(schema: pa.Schema, row: Mapping[str, Any]) -> str:
 Convert = Callable[[Any], Any]
 """One owned value of an Arrow type; TypeError or ValueError if the argument is not one."""
 
-_FIELDS: dict[int, tuple[pa.Schema, list[tuple[str, bool, Convert]]]] = {}
-"""id of a schema -> the schema, kept so that its id stays its own, and how its values are made."""
+Fields = tuple[list[tuple[str, bool, Convert]], pa.StructType]
+_FIELDS: dict[int, tuple[pa.Schema, Fields]] = {}
+"""id of a schema -> the schema, kept so that its id stays its own; how its values are made, and the
+type of a whole row."""
 
 
-def _fields(schema: pa.Schema) -> list[tuple[str, bool, Convert]]:
+def _fields(schema: pa.Schema) -> Fields:
     known = _FIELDS.get(id(schema))
     if known is None:  # hashing a schema costs more than converting a row
         if len(_FIELDS) > 256:
             _FIELDS.clear()
-        known = schema, [(f.name, f.nullable, converter(f.type)) for f in schema]
-        _FIELDS[id(schema)] = known
+        makers = [(f.name, f.nullable, converter(f.type)) for f in schema]
+        known = _FIELDS[id(schema)] = schema, (makers, pa.struct(list(schema)))
     return known[1]
 
 
@@ -130,6 +132,8 @@ def _time(value: Any) -> datetime.datetime:
 
 
 def _integer(low: int, high: int, value: Any) -> int:
+    if type(value) is int and low <= value <= high:
+        return value
     if isinstance(value, bool) or not isinstance(value, INTEGERS):
         raise TypeError(f"got {type(value).__name__}")
     if not low <= value <= high:
@@ -202,20 +206,8 @@ def has_none(value: Any) -> bool:
 
 def to_table(schema: pa.Schema, rows: Sequence[Row]) -> pa.Table:
     """Normalised rows as one table of exactly `schema`."""
-    columns = [column(f.type, [row[f.name] for row in rows]) for f in schema]
-    return pa.Table.from_arrays(columns, schema=schema)
-
-
-def column(type_: pa.DataType, values: list[Any]) -> pa.Array:
-    """Lists of numbers are packed through numpy; the rest goes through Arrow's own builder."""
-    if not _is_numbers(type_) or any(v is None for v in values):
-        return pa.array(values, type_)
-    offsets = np.zeros(len(values) + 1, np.int64)
-    np.cumsum([len(v) for v in values], out=offsets[1:])
-    dtype = type_.value_type.to_pandas_dtype()
-    flat = np.concatenate(values) if values else np.zeros(0, dtype)
-    items = pa.array(flat, type_.value_type)
-    return pa.LargeListArray.from_arrays(pa.array(offsets), items, type=type_)
+    packed = pa.array(rows, _fields(schema)[1])  # one call: each costs more than a row's values
+    return pa.Table.from_arrays(packed.flatten(), schema=schema)
 
 
 def _is_numbers(type_: pa.DataType) -> bool:
@@ -230,11 +222,18 @@ def to_rows(table: pa.Table) -> list[Row]:
     return [dict(zip(table.column_names, row, strict=True)) for row in zip(*columns, strict=True)]
 
 
+def one_chunk(table: pa.Table, name: str) -> pa.Array:
+    """A column as one array; copied only if it lies in several."""
+    column = table.column(name)
+    return column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()
+
+
 def flat(table: pa.Table, name: str) -> tuple[npt.NDArray[np.int64], npt.NDArray[Any]]:
     """(offsets [rows + 1] from 0, values) of a list column: views of Arrow's own buffers."""
-    array = table.column(name).combine_chunks()
+    array = one_chunk(table, name)
     offsets = array.offsets.to_numpy()
-    return offsets - offsets[0], array.flatten().to_numpy(zero_copy_only=False)
+    values = array.values.to_numpy(zero_copy_only=False)
+    return offsets - offsets[0], values[offsets[0] : offsets[-1]]
 
 
 def _values(table: pa.Table, name: str) -> list[Any]:

@@ -4,106 +4,46 @@ A record kind is a stream of its own: `molt.stream` = the kind, `molt.header` = 
 object, and the table holds its rows. Kinds without rows have one row and an empty header.
 """
 
+import dataclasses
+
 import pyarrow as pa
 
-from molt.schemas.streams import AT, field, ref_struct
+from molt.schemas.records import PlanHeader
+from molt.schemas.streams import STRUCTS, stream, struct
 
-closed_struct = pa.struct([("writer", pa.string()), ("last_seq", pa.int64())])
-source_struct = pa.struct([("log", pa.int32()), ("run_id", pa.string()), ("path", pa.string())])
-digests_struct = pa.struct(
-    [("model", pa.string()), ("tokenizer", pa.string()), ("template", pa.string())]
-)
-branch_struct = pa.struct([("tip", pa.int32()), ("refs", pa.large_list(ref_struct))])
-probe_struct = pa.struct(
-    [
-        ("mean_gap", pa.float64()),
-        ("p999_gap", pa.float64()),
-        ("max_gap", pa.float64()),
-        ("k3", pa.float64()),
-    ]
-)
-sketch_struct = pa.struct([("name", pa.string()), ("values", pa.large_list(pa.float64()))])
-file_struct = pa.struct([("name", pa.string()), ("bytes", pa.int64())])
+STRUCTS |= {
+    "closed": struct("writer string, last_seq int64"),
+    "source": struct("log int32, run_id string, path string"),
+    "digests": struct("model string, tokenizer string, template string"),
+    "branch": struct("tip int32, refs [ref]"),
+    "probe": struct("mean_gap float64, p999_gap float64, max_gap float64, k3 float64"),
+    "sketch": struct("name string, values [float64]"),
+    "file": struct("name string, bytes int64"),
+}
 
 CONTROL: dict[str, pa.Schema] = {
-    "epoch": pa.schema(
-        [
-            field("epoch", pa.int32()),
-            field("parent_epoch", pa.int32(), null=True),
-            field("cut", pa.int64(), null=True),
-            field("closed", pa.large_list(closed_struct)),
-            field("sources", pa.large_list(source_struct)),
-            field("config", pa.large_string()),
-            field("digests", digests_struct),
-            field("packages", pa.large_string()),
-            field("world_size", pa.int32()),
-            field("threads", pa.int32()),
-            AT,
-        ]
+    "epoch": stream(
+        "epoch int32, parent_epoch int32?, cut int64?, closed [closed], sources [source], "
+        "config large_string, digests digests, packages large_string, world_size int32, "
+        "threads int32"
     ),
-    "plan": pa.schema(
-        [
-            field("group_id", pa.string()),
-            field("rollout_id", pa.string()),
-            field("attempt", pa.int32()),
-            field("branches", pa.large_list(branch_struct)),
-            field("reward", pa.float64(), null=True),
-            field("reward_refs", pa.large_list(ref_struct)),
-            field("in_baseline", pa.bool_()),
-            field("advantage", pa.float64()),
-            field("lag_max", pa.int64(), null=True),
-            field("decision", pa.string()),
-            field("chain_digest", pa.binary(32), null=True),
-            AT,
-        ]
+    "plan": stream(
+        "group_id string, rollout_id string, attempt int32, branches [branch], reward float64?, "
+        "reward_refs [ref], in_baseline bool, advantage float64, lag_max int64?, "
+        "decision string, chain_digest digest?"
     ),
-    "drop": pa.schema(
-        [
-            field("group_id", pa.string()),
-            field("rollout_id", pa.string(), null=True),
-            field("reason", pa.string()),
-            AT,
-        ]
+    "drop": stream("group_id string, rollout_id string?, reason string"),
+    "step": stream(
+        "epoch int32, step int64, updates int32, loss float64, grad_norm float64, "
+        "n_tokens int64, counts large_string, metrics large_string, state_digest string, "
+        "sketch [sketch]?"
     ),
-    "step": pa.schema(
-        [
-            field("epoch", pa.int32()),
-            field("step", pa.int64()),
-            field("updates", pa.int32()),
-            field("loss", pa.float64()),
-            field("grad_norm", pa.float64()),
-            field("n_tokens", pa.int64()),
-            field("counts", pa.large_string()),
-            field("metrics", pa.large_string()),
-            field("state_digest", pa.string()),
-            field("sketch", pa.large_list(sketch_struct), null=True),
-            AT,
-        ]
+    "policy": stream(
+        "epoch int32, version int64, weights_digest string, bytes int64, seconds float64, "
+        "kv string, recompute_tokens int64, engines [string], probe probe"
     ),
-    "policy": pa.schema(
-        [
-            field("epoch", pa.int32()),
-            field("version", pa.int64()),
-            field("weights_digest", pa.string()),
-            field("bytes", pa.int64()),
-            field("seconds", pa.float64()),
-            field("kv", pa.string()),
-            field("recompute_tokens", pa.int64()),
-            field("engines", pa.large_list(pa.string())),
-            field("probe", probe_struct),
-            AT,
-        ]
-    ),
-    "checkpoint": pa.schema(
-        [
-            field("epoch", pa.int32()),
-            field("step", pa.int64()),
-            field("path", pa.string()),
-            field("bytes", pa.int64()),
-            field("files", pa.large_list(file_struct)),
-            field("state_digest", pa.string()),
-            AT,
-        ]
+    "checkpoint": stream(
+        "epoch int32, step int64, path string, bytes int64, files [file], state_digest string"
     ),
 }
 
@@ -111,18 +51,7 @@ CONTROL_VERSIONS: dict[str, str] = {**dict.fromkeys(CONTROL, "1.0"), "plan": "1.
 """plan 1.1: `chain_digest`, so that the control log itself says which tokens were trained."""
 
 HEADERS: dict[str, frozenset[str]] = {
-    "plan": frozenset(
-        {
-            "epoch",
-            "step",
-            "data_pass",
-            "seed",
-            "algorithm",
-            "update_passes",
-            "mini_batches",
-            "max_lag",
-        }
-    ),
+    "plan": frozenset(f.name for f in dataclasses.fields(PlanHeader)),
     "drop": frozenset({"epoch"}),
 }
 """Keys of `molt.header`, exactly; kinds that are not named here have none."""

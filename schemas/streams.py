@@ -17,140 +17,87 @@ MAJOR = 1
 ROW_TOKENS_MAX = 1_048_576
 """Longest token column one row may hold; a longer one is refused at append."""
 
-ref_struct = pa.struct(
-    [("log", pa.int32()), ("writer", pa.string()), ("seq", pa.int64()), ("row", pa.int32())]
-)
-"""A row address: `log` indexes `epoch.sources` (0 = this log)."""
+STRUCTS: dict[str, pa.DataType] = {}
+"""Name -> type of what columns may hold besides Arrow's own types."""
 
-attempt_struct = pa.struct([("rollout_id", pa.string()), ("attempt", pa.int32())])
-version_run_struct = pa.struct([("epoch", pa.int32()), ("version", pa.int64()), ("n", pa.int32())])
-sampling_struct = pa.struct(
-    [
-        ("temperature", pa.float64()),
-        ("top_p", pa.float64()),
-        ("top_k", pa.int32()),
-        ("min_p", pa.float64()),
-        ("max_tokens", pa.int32()),
-        ("stop", pa.large_list(pa.string())),
+
+def type_of(text: str) -> pa.DataType:
+    """`text` is Arrow's name of a type, a name in STRUCTS, or one of these in brackets: a list."""
+    if text.startswith("["):
+        return pa.large_list(type_of(text[1:-1]))
+    return STRUCTS[text] if text in STRUCTS else pa.type_for_alias(text)
+
+
+def fields(text: str) -> list[pa.Field]:
+    """The columns of a declaration; with `?` behind its type one may be null.
+
+    >>> [str(f) for f in fields("parent int32?, train [uint8]")]
+    ['pyarrow.Field<parent: int32>', 'pyarrow.Field<train: large_list<item: uint8> not null>']
+    """
+    pairs = [column.split() for column in text.split(",")]
+    return [
+        pa.field(name, type_of(kind.removesuffix("?")), nullable=kind.endswith("?"))
+        for name, kind in pairs
     ]
-)
-media_struct = pa.struct(
-    [
-        ("kind", pa.string()),
-        ("sha256", pa.string()),
-        ("start", pa.int64()),
-        ("n_tokens", pa.int32()),
-        ("processor_digest", pa.string()),
-        ("params", pa.string()),
-    ]
-)
-counts_struct = pa.struct(
-    [("sampled", pa.int64()), ("context", pa.int64()), ("regenerated", pa.int64())]
-)
 
 
-def field(name: str, type_: pa.DataType, *, null: bool = False) -> pa.Field:
-    return pa.field(name, type_, nullable=null)
+def struct(text: str) -> pa.DataType:
+    return pa.struct([f.with_nullable(True) for f in fields(text)])
 
 
-AT = field("at", pa.timestamp("us"))
+def stream(text: str) -> pa.Schema:
+    """The columns of a declaration and `at`."""
+    return pa.schema([*fields(text), AT])
+
+
+AT = pa.field("at", pa.timestamp("us"), nullable=False)
+
+# A row address, "ref": `log` indexes `epoch.sources` (0 = this log).
+STRUCTS |= {
+    "digest": pa.binary(32),
+    "ref": struct("log int32, writer string, seq int64, row int32"),
+    "attempt": struct("rollout_id string, attempt int32"),
+    "version_run": struct("epoch int32, version int64, n int32"),
+    "sampling": struct(
+        "temperature float64, top_p float64, top_k int32, min_p float64, max_tokens int32, "
+        "stop [string]"
+    ),
+    "media": struct(
+        "kind string, sha256 string, start int64, n_tokens int32, processor_digest string, "
+        "params string"
+    ),
+    "counts": struct("sampled int64, context int64, regenerated int64"),
+}
 
 STREAMS: dict[str, pa.Schema] = {
-    "prompts": pa.schema(
-        [
-            field("ordinal", pa.int64()),
-            field("group_id", pa.string()),
-            field("purpose", pa.string()),
-            field("dataset", pa.string()),
-            field("prompt", pa.large_string()),
-            field("n", pa.int32()),
-            field("attempt", pa.int32()),
-            field("reason", pa.string()),
-            field("rollouts", pa.large_list(attempt_struct)),
-            AT,
-        ]
+    "prompts": stream(
+        "ordinal int64, group_id string, purpose string, dataset string, prompt large_string, "
+        "n int32, attempt int32, reason string, rollouts [attempt]"
     ),
-    "segments": pa.schema(
-        [
-            field("group_id", pa.string()),
-            field("rollout_id", pa.string()),
-            field("attempt", pa.int32()),
-            field("segment", pa.int32()),
-            field("parent", pa.int32(), null=True),
-            field("keep", pa.int64()),
-            field("token_ids", pa.large_list(pa.int32())),
-            field("sampled", pa.large_list(pa.uint8())),
-            field("train", pa.large_list(pa.uint8())),
-            field("train_reason", pa.string(), null=True),
-            field("logprobs", pa.large_list(pa.float32())),
-            field("version_runs", pa.large_list(version_run_struct)),
-            field("finish_reason", pa.string()),
-            field("stop_token", pa.int32(), null=True),
-            field("sampling", sampling_struct),
-            field("logprobs_kind", pa.string()),
-            field("kv", pa.string(), null=True),
-            field("policy", pa.string()),
-            field("role", pa.string()),
-            field("engine_id", pa.string()),
-            field("source_attempt", pa.int32(), null=True),
-            field("messages", pa.large_string()),
-            field("media", pa.large_list(media_struct)),
-            field("digest", pa.binary(32)),
-            AT,
-        ]
+    "segments": stream(
+        "group_id string, rollout_id string, attempt int32, segment int32, parent int32?, "
+        "keep int64, token_ids [int32], sampled [uint8], train [uint8], train_reason string?, "
+        "logprobs [float32], version_runs [version_run], finish_reason string, "
+        "stop_token int32?, sampling sampling, logprobs_kind string, kv string?, policy string, "
+        "role string, engine_id string, source_attempt int32?, messages large_string, "
+        "media [media], digest digest"
     ),
-    "routing": pa.schema(
-        [
-            field("rollout_id", pa.string()),
-            field("attempt", pa.int32()),
-            field("segment", pa.int32()),
-            field("start", pa.int64()),
-            field("n", pa.int32()),
-            field("experts", pa.large_binary()),
-            field("row_xxh3", pa.large_list(pa.uint64())),
-            AT,
-        ]
+    "routing": stream(
+        "rollout_id string, attempt int32, segment int32, start int64, n int32, "
+        "experts large_binary, row_xxh3 [uint64]"
     ),
-    "rollouts": pa.schema(
-        [
-            field("group_id", pa.string()),
-            field("rollout_id", pa.string()),
-            field("attempt", pa.int32()),
-            field("status", pa.string()),
-            field("reason", pa.string(), null=True),
-            field("n_segments", pa.int32()),
-            field("chain_digest", pa.binary(32)),
-            field("counts", counts_struct),
-            field("seconds", pa.float64()),
-            field("metrics", pa.large_string()),
-            AT,
-        ]
+    "rollouts": stream(
+        "group_id string, rollout_id string, attempt int32, status string, reason string?, "
+        "n_segments int32, chain_digest digest, counts counts, seconds float64, "
+        "metrics large_string"
     ),
-    "rewards": pa.schema(
-        [
-            field("rollout_id", pa.string()),
-            field("attempt", pa.int32()),
-            field("segment", pa.int32(), null=True),
-            field("token", pa.int64(), null=True),
-            field("name", pa.string()),
-            field("value", pa.float64(), null=True),
-            field("revision", pa.int32()),
-            field("source", pa.string()),
-            AT,
-        ]
+    "rewards": stream(
+        "rollout_id string, attempt int32, segment int32?, token int64?, name string, "
+        "value float64?, revision int32, source string"
     ),
-    "scores": pa.schema(
-        [
-            field("rollout_id", pa.string()),
-            field("attempt", pa.int32()),
-            field("segment", pa.int32()),
-            field("kind", pa.string()),
-            field("model", pa.string()),
-            field("epoch", pa.int32()),
-            field("version", pa.int64()),
-            field("values", pa.large_list(pa.float32())),
-            AT,
-        ]
+    "scores": stream(
+        "rollout_id string, attempt int32, segment int32, kind string, model string, "
+        "epoch int32, version int64, values [float32]"
     ),
 }
 

@@ -7,6 +7,7 @@ so every Python string comes back exactly. NUL and all other characters are kept
 
 import json
 import re
+from collections.abc import Mapping
 from typing import Any
 
 ESCAPE = "\ufdd0"
@@ -39,3 +40,19 @@ def canonical_json(value: Any) -> str:
     return json.dumps(
         value, sort_keys=True, separators=(",", ":"), allow_nan=False, ensure_ascii=True
     )
+
+
+def difference(old: Mapping[str, Any], new: Mapping[str, Any], where: str = "") -> dict[str, Any]:
+    """Keys of two JSON trees whose values differ, None where there is no such key.
+
+    >>> difference({"train": {"lr": 1.0, "betas": [0.9]}}, {"train": {"lr": 2.0, "betas": (0.9,)}})
+    {'train.lr': (1.0, 2.0)}
+    """
+    found: dict[str, Any] = {}
+    for key in sorted(old.keys() | new.keys()):
+        a, b = (list(v) if isinstance(v, tuple) else v for v in (old.get(key), new.get(key)))
+        if isinstance(a, dict) and isinstance(b, dict):
+            found |= difference(a, b, f"{where}{key}.")
+        elif a != b:
+            found[where + key] = (a, b)
+    return found

@@ -22,7 +22,7 @@ import pyarrow.parquet as pq
 import xxhash
 
 from molt.schemas.errors import LogCorrupt
-from molt.schemas.streams import UNCOMPRESSED
+from molt.schemas.streams import UNCOMPRESSED, fields
 from molt.schemas.upgrade import check_version, to_current
 from molt.store.commit import DIGITS, MARK, ZEROS, Commit, checksum_error
 from molt.store.files import STORE
@@ -32,7 +32,7 @@ NAME = re.compile(r"([0-9]{10})\.parquet")
 GROUP_MARK = b"molt.groups="
 GROUP_BYTES = 8 << 20
 """Raw bytes of a row group: what reading one commit decodes at most, beside a larger commit."""
-ADDRESS = pa.schema([("writer", pa.string()), ("seq", pa.int64()), ("row", pa.int32())])
+ADDRESS = fields("writer string?, seq int64?, row int32?")
 SPLIT = ("logprobs", "values", "value", "seconds", "token_ids")
 """Number columns that are stored byte-stream-split: their bytes differ in kind by place."""
 WORDS = ("rollout_id", "group_id", "writer", "dataset", "purpose", "reason", "name", "source")

@@ -53,7 +53,7 @@ def encode(
     header: Mapping[str, Any] | None = None,
     extra: Mapping[str, str] | None = None,
     nonce: str = "",
-) -> bytearray:
+) -> memoryview:
     """The bytes of a commit. `extra` goes into the Arrow schema's metadata (routing shape).
 
     `nonce` tells two authors of equal records apart: whose bytes hold a name, won it.
@@ -70,7 +70,7 @@ def encode(
         "molt.nonce": nonce,
         "molt.check": (MARK + ZEROS).decode(),
     }
-    small = table.nbytes < COMPRESS_BYTES_MIN
+    small = table.get_total_buffer_size() < COMPRESS_BYTES_MIN
     codec = None if small or stream in UNCOMPRESSED else pa.Codec("zstd", 1)
     schema = table.schema.with_metadata(dict(extra)) if extra else table.schema
     raw = _file(table, schema, codec, meta)
@@ -78,7 +78,8 @@ def encode(
         # The footer lies behind the rows, so a longer one does not move them.
         meta[RANGES_KEY] = ranges_text(raw, f"{writer}/{seq}.{stream}")
         raw = _file(table, schema, codec, meta)
-    at = raw.rfind(MARK) + len(MARK)
+    footer = len(raw) - 10 - int.from_bytes(raw[-10:-6], "little")
+    at = footer + bytes(raw[footer:]).rfind(MARK) + len(MARK)
     assert raw[at : at + DIGITS] == ZEROS, "the checksum's place is not where it was written"
     raw[at : at + DIGITS] = xxhash.xxh3_64_hexdigest(raw).encode()
     return raw
@@ -86,22 +87,19 @@ def encode(
 
 def _file(
     table: pa.Table, schema: pa.Schema, codec: pa.Codec | None, meta: Mapping[str, str]
-) -> bytearray:
+) -> memoryview:
     sink = pa.BufferOutputStream()
-    options = pa.ipc.IpcWriteOptions(compression=codec)
+    # Most buffers are too small to be worth a thread, and the one large one is one task.
+    options = pa.ipc.IpcWriteOptions(compression=codec, use_threads=False)
     with pa.ipc.new_file(sink, schema, options=options, metadata=meta) as out:
         out.write_table(table.combine_chunks())
-    return bytearray(sink.getvalue())
+    return memoryview(sink.getvalue()).cast("B")
 
 
-def checksum_error(raw: bytes | bytearray | memoryview) -> str | None:
+def checksum_error(raw: bytes | memoryview) -> str | None:
     """What is wrong with the bytes of a commit; None if the checksum holds."""
-    tail_start = max(0, len(raw) - (1 << 20))
-    at = bytes(raw[tail_start:]).rfind(MARK)
-    if at < 0 and tail_start:
-        tail_start, at = 0, bytes(raw).rfind(MARK)
-    at += tail_start + len(MARK)
-    if at < tail_start + len(MARK) or at + DIGITS > len(raw):
+    at = (raw if isinstance(raw, bytes) else bytes(raw)).rfind(MARK) + len(MARK)
+    if at < len(MARK) or at + DIGITS > len(raw):
         return "no checksum in its footer (cut, zeroed or not a commit)"
     view = memoryview(raw)
     found = bytes(view[at : at + DIGITS])
@@ -161,7 +159,8 @@ def _parse(raw: bytes | memoryview, columns: list[str] | None) -> tuple[dict[str
     if columns is not None:
         names = reader.schema.names
         picked = [names.index(c) for c in columns if c in names]
-        reader = pa.ipc.open_file(source, options=pa.ipc.IpcReadOptions(included_fields=picked))
+        options = pa.ipc.IpcReadOptions(included_fields=picked, use_threads=False)
+        reader = pa.ipc.open_file(source, options=options)
     table = reader.read_all()
     table.validate(full=True)
     meta = {k.decode(): v.decode() for k, v in (reader.metadata or {}).items()}

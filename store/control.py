@@ -5,9 +5,11 @@ next number was taken by a newer epoch is fenced. `Lineage` says which records c
 its own, and its ancestors' up to each cut.
 """
 
+import datetime
 import re
 import secrets
-from collections.abc import Iterable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -30,6 +32,7 @@ from molt.store.reader import (
 
 WRITER = "control"
 NAME = re.compile(r"(\d{10})\.arrow")
+QUIET_S, LISTED_S_MAX = 2.0, 10.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +58,34 @@ def control_numbers(log: Path, start: int = 0) -> list[int]:
     """Numbers of the records that are there, from `start` on, ascending."""
     names = STORE.list(log / CONTROL_DIR, f"{start:010d}")
     return [int(m[1]) for name in names if (m := NAME.fullmatch(name))]
+
+
+class ControlListing:
+    """Record numbers for a reader that asks often: `train/` is listed only if it has changed.
+
+    A folder whose identity stays the same while it is listed, `QUIET_S` after that identity was
+    first seen, has nothing new: a later name would give it another change time, whatever clock and
+    resolution that has. Where a file system says so late or never, a listing follows in
+    `LISTED_S_MAX`.
+    """
+
+    def __init__(self, log: Path, clock: Callable[[], float] = time.monotonic) -> None:
+        self.log, self.clock = log, clock
+        self._state: object = None
+        self._since = 0.0
+        self._nothing: tuple[int, float] | None = None
+        """(start, time) of a listing that is to be believed and found nothing."""
+
+    def numbers(self, start: int) -> list[int]:
+        """As `control_numbers`."""
+        now, state = self.clock(), STORE.identity(self.log / CONTROL_DIR)
+        if state != self._state:
+            self._state, self._since, self._nothing = state, now, None
+        if self._nothing and self._nothing[0] == start and now - self._nothing[1] < LISTED_S_MAX:
+            return []
+        found = control_numbers(self.log, start)
+        self._nothing = (start, now) if not found and now - self._since > QUIET_S else None
+        return found
 
 
 def read_record(log: Path, n: int) -> Record:
@@ -122,8 +153,6 @@ class ControlLog:
 
     def put(self, kind: str, rows: Sequence[Any], header: Mapping[str, Any] | None = None) -> int:
         """Publish one record under the next number; returns the number."""
-        import datetime
-
         now = datetime.datetime.now(datetime.UTC).replace(tzinfo=None)
         plain = [dict(r) if isinstance(r, Mapping) else to_row(r) for r in rows]
         if header is not None:

@@ -15,6 +15,8 @@ from typing import Protocol
 
 from molt.schemas.errors import MoltError
 
+Bytes = bytes | bytearray | memoryview
+
 
 class NameTaken(MoltError, FileExistsError):
     """The final name exists with other content."""
@@ -31,7 +33,7 @@ class Backend(Protocol):
     store `put` is one conditional PUT.
     """
 
-    def put(self, key: Path, data: bytes | bytearray) -> None:
+    def put(self, key: Path, data: Bytes) -> None:
         """Durable put-if-absent. OSError: nothing visible, may be retried. NameTaken: another
         content has the name. PublishUnknown: the outcome is not known."""
 
@@ -42,7 +44,8 @@ class Backend(Protocol):
         """`n` bytes (-1: all the rest) from `start` on; a negative start counts from the end."""
 
     def identity(self, key: Path) -> tuple[int, int, int]:
-        """(id, size in bytes, mtime in ns): equal = the same file, not changed in place."""
+        """(id, size in bytes, mtime in ns): equal = the same file, not changed in place, or the
+        same folder with no name added; a store without folders may always give another one."""
 
     def delete(self, keys: Iterable[Path]) -> None:
         """What is gone already is no error."""
@@ -68,7 +71,7 @@ def fsync_dir(path: Path) -> None:
         os.close(fd)
 
 
-def publish(final: Path, data: bytes | bytearray) -> None:
+def publish(final: Path, data: Bytes) -> None:
     """Put `data` under `final` if the name is free.
 
     Raises OSError before the link (nothing visible, may be retried), NameTaken if another file
@@ -100,7 +103,7 @@ def replace(final: Path, data: bytes) -> None:
     fsync_dir(final.parent)
 
 
-def _write_durable(path: Path, data: bytes | bytearray) -> None:
+def _write_durable(path: Path, data: Bytes) -> None:
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     try:
         view = memoryview(data)
@@ -117,7 +120,7 @@ def _write_durable(path: Path, data: bytes | bytearray) -> None:
     os.close(fd)
 
 
-def _link(temp: Path, final: Path, data: bytes | bytearray) -> None:
+def _link(temp: Path, final: Path, data: Bytes) -> None:
     try:
         os.link(temp, final)
         return
@@ -141,7 +144,7 @@ def _link(temp: Path, final: Path, data: bytes | bytearray) -> None:
 class Posix:
     """Any file system with link() and fsync(); see this module's docstring."""
 
-    def put(self, key: Path, data: bytes | bytearray) -> None:
+    def put(self, key: Path, data: Bytes) -> None:
         make_dirs(key.parent)
         publish(key, data)
 
@@ -153,10 +156,10 @@ class Posix:
             return []
 
     def read(self, key: Path, start: int = 0, n: int = -1) -> bytes:
-        with open(key, "rb") as f:
+        with open(key, "rb", buffering=0) as f:
             size = f.seek(0, os.SEEK_END)
             f.seek(max(0, size + start) if start < 0 else start)
-            return f.read(n)
+            return f.readall() if n < 0 else f.read(n)
 
     def identity(self, key: Path) -> tuple[int, int, int]:
         stat = os.stat(key)

@@ -148,8 +148,8 @@ class Ordinals:
 class Fold:
     """The state of a run, folded from its log. `update()` takes in what became visible.
 
-    `low_water_mark(purpose)` is the first ordinal that is not settled; `open_groups` are issued
-    and not settled; `closed_groups()` have all outcomes in this lineage.
+    `settled[purpose].low` is the first ordinal that is not settled; `open_groups` are issued and
+    not settled; `is_closed` ones have all outcomes in this lineage.
     """
 
     def __init__(self, tail: Tail) -> None:
@@ -178,9 +178,6 @@ class Fold:
             for commit in commits:
                 self._data(commit)
 
-    def low_water_mark(self, purpose: str = "train") -> int:
-        return self.settled.get(purpose, Ordinals()).low
-
     def is_settled(self, group_id: str) -> bool:
         purpose, _, ordinal = group_id.rpartition("-")
         return int(ordinal) in self.settled.get(purpose, Ordinals())
@@ -189,9 +186,6 @@ class Fold:
         """Issued and not settled, by ordinal."""
         found = [g for g in self.groups.values() if g.purpose == purpose]
         return sorted(found, key=lambda g: g.ordinal)
-
-    def closed_groups(self, purpose: str) -> list[Group]:
-        return [g for g in self.open_groups(purpose) if self.is_closed(g)]
 
     def is_closed(self, group: Group) -> bool:
         return all(self.finished(group, r) is not None for r in group.rollout_ids())

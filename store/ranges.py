@@ -23,7 +23,7 @@ TAILS = (16 << 10, 1 << 20)
 """Bytes read from a file's end in search of the mark, one try after the other."""
 
 
-def ranges_text(raw: bytes | bytearray, where: str) -> str:
+def ranges_text(raw: memoryview, where: str) -> str:
     """The index of an encoded routing commit; the footer that it goes into lies behind the rows.
 
     Row r is [start, n, file offset of `experts`, of `row_xxh3`, bytes per position, segment].

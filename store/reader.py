@@ -74,11 +74,14 @@ def writer_epoch(writer: str) -> int:
     return int(writer.split("-", 1)[0])
 
 
-def bucket_files(log: Path, writer: str, bucket: int) -> list[CommitFile]:
-    """The commits of one bucket by number; two files with one number are LogCorrupt."""
+def bucket_files(
+    log: Path, writer: str, bucket: int, first: int = 0, end: int | None = None
+) -> list[CommitFile]:
+    """The commits of one bucket in [first, end) by number; two with one number are LogCorrupt."""
     folder = log / "data" / writer / f"{bucket:06d}"
-    found = [f for name in STORE.list(folder) if (f := parse_name(folder, writer, name))]
-    found.sort(key=lambda f: f.seq)
+    names = STORE.list(folder, f"{first:010d}")  # what a reader has passed costs no object
+    stop = f"{end:010d}" if end is not None else ":"
+    found = [f for name in names if name < stop and (f := parse_name(folder, writer, name))]
     for a, b in zip(found, found[1:], strict=False):
         if a.seq == b.seq:
             raise LogCorrupt(f"{writer}: two commits with number {a.seq}: {a.stream}, {b.stream}")
@@ -271,9 +274,6 @@ class RowReader:
             found.update(zip(own, to_rows(self._take(place, own, None)), strict=True))
         return [found[ref] for ref in wanted]
 
-    def rows_of(self, writer: str, seq: int) -> list[dict[str, Any]]:
-        return to_rows(self._commit(writer, seq, None))
-
     def table(self, refs: Iterable[Ref], columns: Sequence[str]) -> pa.Table:
         """These columns of the rows, one chunk per commit in (writer, seq) order, rows ascending.
 
@@ -358,9 +358,8 @@ def _by_commit(refs: Iterable[Ref]) -> dict[tuple[str, int], list[Ref]]:
 
 def find_commit(log: Path, writer: str, seq: int) -> CommitFile:
     """The place of a row address, hot or cold; LogCorrupt if it is gone, Retired if on purpose."""
-    for file in bucket_files(log, writer, seq // BUCKET):
-        if file.seq == seq:
-            return file
+    for file in bucket_files(log, writer, seq // BUCKET, seq, seq + 1):
+        return file
     found = _in_cold(log, writer, seq)
     if found is None:
         raise LogCorrupt(f"{writer}/{seq}: this commit is not in the log; restore it from a copy")

@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.dataset as ds
 
-from molt.schemas.columns import flat
+from molt.schemas.columns import flat, one_chunk
 from molt.schemas.upgrade import UPGRADES
 from molt.store.reader import CommitFile, read_together, together
 from molt.store.snapshot import ABANDONED, Snapshot
@@ -173,7 +173,7 @@ def token_rows(table: pa.Table, wanted: list[str]) -> RowMap:
     if index is not None and "pos" in wanted:
         out["pos"] = pa.array(np.arange(len(index)) - offsets[index])
     for name in {"rollout_id", "attempt", "segment"} & set(wanted):
-        out[name] = table.column(name).combine_chunks().take(pa.array(index))
+        out[name] = one_chunk(table, name).take(pa.array(index))
     for name, column in (("token_id", "token_ids"), ("train", "train")):
         if name in wanted:
             out[name] = pa.array(flat(table, column)[1])
@@ -181,7 +181,7 @@ def token_rows(table: pa.Table, wanted: list[str]) -> RowMap:
     if "logprob" in wanted:
         out["logprob"] = pa.array(flat(table, "logprobs")[1], mask=unsampled)
     if "version" in wanted or "version_epoch" in wanted:
-        runs = table.column("version_runs").combine_chunks().flatten()
+        runs = one_chunk(table, "version_runs").flatten()
         times = runs.field("n").to_numpy()
         for name, key in (("version_epoch", "epoch"), ("version", "version")):
             values = np.zeros(len(sampled), np.int64)

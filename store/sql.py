@@ -11,7 +11,7 @@ import decimal
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -23,8 +23,9 @@ from molt.schemas.columns import normalise, to_table
 from molt.schemas.control import CONTROL
 from molt.schemas.errors import ConfigError, LogCorrupt, Retired
 from molt.schemas.records import Ref
-from molt.schemas.streams import STREAMS
+from molt.schemas.streams import STREAMS, fields
 from molt.store.branches import branches, token_lags
+from molt.store.cold import ADDRESS
 from molt.store.control import Record
 from molt.store.log import Log
 from molt.store.scan import (
@@ -59,56 +60,24 @@ CONTROL_VIEWS = {
 }
 """view -> (record kind, columns)."""
 
-DERIVED_TYPES = {
-    "epoch": pa.int32(),
-    "step": pa.int64(),
-    "data_pass": pa.int32(),
-    "n_branches": pa.int32(),
-    "probe_gap": pa.float64(),
+DERIVED = {
+    f.name: f
+    for f in fields("epoch int32, step int64, data_pass int32, n_branches int32, probe_gap float64")
 }
 """Columns of control views that come from the header or are computed."""
 
-BRANCHES = pa.schema(
-    [
-        ("rollout_id", pa.string()),
-        ("attempt", pa.int32()),
-        ("branch", pa.int32()),
-        ("tip", pa.int32()),
-        ("n_tokens", pa.int64()),
-        ("n_owned", pa.int64()),
-        ("n_context", pa.int64()),
-    ]
+BRANCHES = fields(
+    "rollout_id string, attempt int32, branch int32, tip int32, n_tokens int64, n_owned int64, "
+    "n_context int64"
 )
-LAG = pa.schema(
-    [
-        ("step", pa.int64()),
-        ("rollout_id", pa.string()),
-        ("lag", pa.int64()),
-        ("n_tokens", pa.int64()),
-    ]
+LAG = fields("step int64, rollout_id string, lag int64, n_tokens int64")
+TOKENS = fields(
+    "rollout_id string, attempt int32, segment int32, pos int64, token_id int32, sampled uint8, "
+    "train uint8, logprob float32, version_epoch int32, version int64"
 )
-TOKENS = pa.schema(
-    [
-        ("rollout_id", pa.string()),
-        ("attempt", pa.int32()),
-        ("segment", pa.int32()),
-        ("pos", pa.int64()),
-        ("token_id", pa.int32()),
-        ("sampled", pa.uint8()),
-        ("train", pa.uint8()),
-        ("logprob", pa.float32()),
-        ("version_epoch", pa.int32()),
-        ("version", pa.int64()),
-    ]
-)
-SEGMENT_EXTRAS = [pa.field("n_tokens", pa.int64()), pa.field("n_sampled", pa.int64())]
-ADDRESS = [
-    pa.field("writer", pa.string()),
-    pa.field("seq", pa.int64()),
-    pa.field("row", pa.int32()),
-]
-RUN_ID = pa.field("run_id", pa.string())
-ABANDONED_FIELD = pa.field("abandoned", pa.bool_())
+SEGMENT_EXTRAS = fields("n_tokens int64?, n_sampled int64?")
+(RUN_ID,) = fields("run_id string?")
+(ABANDONED_FIELD,) = fields("abandoned bool?")
 
 GROUPS = """
 create temp view groups as
@@ -227,8 +196,8 @@ def _views(snapshots: Sequence[Snapshot]) -> dict[str, Callable[[], Any]]:
     return views
 
 
-def _with(schema: pa.Schema, fields: Sequence[pa.Field]) -> pa.Schema:
-    return pa.schema([*(f.with_nullable(True) for f in schema), *fields])
+def _with(own: Iterable[pa.Field], more: Iterable[pa.Field]) -> pa.Schema:
+    return pa.schema([*(f.with_nullable(True) for f in own), *more])
 
 
 def _stream(snapshots: Sequence[Snapshot], name: str, last: list[pa.Field]) -> CommitDataset:
@@ -248,11 +217,8 @@ def _memory(schema: pa.Schema, rows: Iterator[Rows]) -> pa.Table:
 def _control(snapshots: Sequence[Snapshot], view: str, last: list[pa.Field]) -> pa.Table:
     kind, columns = CONTROL_VIEWS[view]
     stored = CONTROL[kind]
-    fields = [
-        stored.field(c) if c in stored.names else pa.field(c, DERIVED_TYPES[c])
-        for c in columns.split()
-    ]
-    schema = _with(pa.schema(fields), last)
+    own = [stored.field(c) if c in stored.names else DERIVED[c] for c in columns.split()]
+    schema = _with(own, last)
     return _memory(schema, (_control_rows(s, kind, schema) for s in snapshots))
 
 

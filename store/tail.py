@@ -16,7 +16,7 @@ from pathlib import Path
 from molt.schemas.errors import LogCorrupt, LogGap, Retired
 from molt.store.cold import ColdFile, cold_files
 from molt.store.commit import Commit
-from molt.store.control import Lineage, Record, control_numbers, lineage_of, read_record
+from molt.store.control import ControlListing, Lineage, Record, lineage_of, read_record
 from molt.store.hints import Listener
 from molt.store.reader import (
     BUCKET,
@@ -82,6 +82,7 @@ class Tail:
         self.gap_s_max, self.clock = gap_s_max, clock
         self.lineage: Lineage = lineage_of([])
         self.next_n = 0
+        self._control = ControlListing(log, clock)
         self._epochs: list[Record] = []
         self._cursors: dict[str, _Cursor] = {}
         self._cold: list[ColdFile] | None = None
@@ -138,7 +139,7 @@ class Tail:
         """Without what an epoch that opened during this poll did not list: hidden for ever."""
         if not commits:
             return commits
-        numbers = control_numbers(self.log, self.next_n)
+        numbers = self._control.numbers(self.next_n)
         opened = [r for n in numbers if (r := read_record(self.log, n)).kind == "epoch"]
         if not opened:
             return commits
@@ -148,7 +149,7 @@ class Tail:
 
     def _poll_control(self) -> list[Record]:
         fresh = []
-        for n in control_numbers(self.log, self.next_n):
+        for n in self._control.numbers(self.next_n):
             if n != self.next_n:
                 break
             fresh.append(read_record(self.log, n))
@@ -209,7 +210,7 @@ class Tail:
         Hot commits without a gap may be less than all: the caller asks again behind the last.
         """
         bucket = first // BUCKET
-        hot = [f for f in bucket_files(self.log, writer, bucket) if f.seq >= first]
+        hot = bucket_files(self.log, writer, bucket, first)
         if hot and hot[-1].seq - first == len(hot) - 1:
             return hot
         if self._cold is None or hot:

@@ -90,6 +90,7 @@ class Writer:
             if not USER_NAME.fullmatch(name):
                 raise SegmentRejected(f"a stream of your own is called x_[a-z0-9_]+, not '{name}'")
             self._schemas[name] = schema.append(AT) if "at" not in schema.names else schema
+        self._schema_texts: dict[str, str] = {}
         self._routing = dict(routing or {})
         self._redact = redact
         self._pid = os.getpid()
@@ -97,7 +98,7 @@ class Writer:
         self._publish_lock = threading.Lock()
         self._pending: list[_Pending] = []
         self._pending_bytes = 0
-        self._urgent = False
+        self._urgent = self._idle = False
         self._closed = False
         self._broken: WriterClosed | None = None
         """Why nothing can be appended any more, if so."""
@@ -114,6 +115,13 @@ class Writer:
                 f"unknown stream '{stream}'; declare your own as x_<name> when opening the writer"
             )
         return self._schemas[stream]
+
+    def _schema_text(self, stream: str) -> str:
+        if stream not in self._schema_texts:  # hashing a schema costs more than a row
+            schema = pa.schema([]) if stream == END else self._schemas[stream]
+            version = VERSIONS.get(stream, "1.0")
+            self._schema_texts[stream] = schema_id(stream, schema, version)
+        return self._schema_texts[stream]
 
     # -- appending ---------------------------------------------------------------------------
 
@@ -142,7 +150,7 @@ class Writer:
             self._pending.append(pending)
             self._pending_bytes += _size(checked)
             due = self._due() or stream == "rollouts"
-            if len(self._pending) == 1 or (due and not self._urgent):
+            if self._idle or (due and not self._urgent):
                 self._lock.notify_all()  # only then: each wake-up takes the interpreter's lock
             self._urgent |= due
             return pending.ticket
@@ -255,7 +263,9 @@ class Writer:
         while True:
             with self._lock:
                 while not self._pending and not self._closed:
+                    self._idle = True
                     self._lock.wait()
+                self._idle = False
                 if self._closed:
                     return
                 if not self._urgent:
@@ -307,7 +317,6 @@ class Writer:
             )
 
     def _publish_commit(self, stream: str, table: pa.Table) -> list[Ref | Exception]:
-        version = VERSIONS.get(stream, "1.0")
         for last in (False, True):
             path = commit_path(self.log, self.name, self._seq, stream)
             raw = encode(
@@ -315,7 +324,7 @@ class Writer:
                 stream=stream,
                 writer=self.name,
                 seq=self._seq,
-                schema_text=schema_id(stream, table.schema, version),
+                schema_text=self._schema_text(stream),
                 extra=self._routing if stream == "routing" else None,
             )
             try:

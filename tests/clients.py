@@ -12,6 +12,7 @@ from doubles import ScriptedSession
 
 from molt.agents.server import Running, serve
 
+Use = Callable[[Any], Awaitable[Any]]
 USER = [{"role": "user", "content": "hi"}]
 
 
@@ -24,40 +25,28 @@ async def running(*sessions: ScriptedSession, **limits: Any) -> AsyncIterator[Ru
         await server.close()
 
 
-def with_openai(
-    session: ScriptedSession,
-    use: Callable[[openai.AsyncOpenAI], Awaitable[Any]],
-    api_key: str = "secret",
-    retries: int = 0,
-    **limits: Any,
+def _with(
+    sdk: Any, session: ScriptedSession, use: Use, api_key: str, retries: int, limits: Any
 ) -> Any:
     async def main() -> Any:
         async with running(session, **limits) as server:
-            client = openai.AsyncOpenAI(
-                base_url=server.base_url, api_key=api_key, max_retries=retries
-            )
+            client = sdk(base_url=server.base_url, api_key=api_key, max_retries=retries)
             async with client:
                 return await use(client)
 
     return asyncio.run(main())
+
+
+def with_openai(
+    session: ScriptedSession, use: Use, api_key: str = "secret", retries: int = 0, **limits: Any
+) -> Any:
+    return _with(openai.AsyncOpenAI, session, use, api_key, retries, limits)
 
 
 def with_anthropic(
-    session: ScriptedSession,
-    use: Callable[[anthropic.AsyncAnthropic], Awaitable[Any]],
-    api_key: str = "secret",
-    retries: int = 0,
-    **limits: Any,
+    session: ScriptedSession, use: Use, api_key: str = "secret", retries: int = 0, **limits: Any
 ) -> Any:
-    async def main() -> Any:
-        async with running(session, **limits) as server:
-            client = anthropic.AsyncAnthropic(
-                base_url=server.base_url, api_key=api_key, max_retries=retries
-            )
-            async with client:
-                return await use(client)
-
-    return asyncio.run(main())
+    return _with(anthropic.AsyncAnthropic, session, use, api_key, retries, limits)
 
 
 def ask(client: openai.AsyncOpenAI, **more: Any) -> Awaitable[Any]:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import factories as make
+import forge
 import pytest
 from hypothesis import settings
 
@@ -50,6 +51,18 @@ def tiny(tiny_path: Path, tmp_path: Path) -> Log:
     """A copy of the complete tiny log; the test may damage it."""
     shutil.copytree(tiny_path, tmp_path / "tiny")
     return Log.open(tmp_path / "tiny")
+
+
+@pytest.fixture(scope="session")
+def honest_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return forge.honest_log(tmp_path_factory.mktemp("honest") / "log").path
+
+
+@pytest.fixture
+def honest(honest_path: Path, tmp_path: Path) -> Log:
+    """A copy of a log in which everything is consistent; the test may falsify it."""
+    shutil.copytree(honest_path, tmp_path / "honest")
+    return Log.open(tmp_path / "honest")
 
 
 RESULTS = pytest.StashKey[list[tuple[str, float, dict[str, Any]]]]()

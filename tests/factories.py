@@ -17,6 +17,7 @@ from molt.schemas.check import ROOT_DIGEST, chain_digest, segment_digest
 from molt.schemas.records import Ref
 from molt.store import Log, Writer
 from molt.store.control import Record
+from molt.store.fold import Fold, Group
 
 Row = dict[str, Any]
 
@@ -29,6 +30,10 @@ SAMPLING = {
     "max_tokens": 16,
     "stop": [],
 }
+
+
+def closed_groups(fold: Fold, purpose: str = "train") -> list[Group]:
+    return [g for g in fold.open_groups(purpose) if fold.is_closed(g)]
 
 
 def segment(

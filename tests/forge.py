@@ -13,7 +13,7 @@ from typing import Any
 import factories as make
 import numpy as np
 
-from molt.replay.redo import plan_digest
+from molt.replay.redo import plan_counts
 from molt.schemas.check import ROOT_DIGEST, chain_digest, segment_digest
 from molt.schemas.columns import to_rows, to_table
 from molt.schemas.control import CONTROL_VERSIONS
@@ -109,13 +109,11 @@ def play(w: Writer, who: str, version: int, shift: int) -> tuple[list[Any], byte
 
 def put_step(log: Log, plan: int, on_policy: bool) -> None:
     record = read_record(log.path, plan)
-    groups = {r["group_id"] for r in record.rows}
-    counts = {"rollouts": len(record.rows), "groups": len(groups)}
     n_tokens = 7 * len(record.rows)
     gap = {"n": n_tokens, "mean": 1e-6, "p999": 1e-6, "max": 1e-6, "k3": 0.0}
     metrics = {"mismatch": {"all": gap, **({"0": gap} if on_policy else {})}}
     row = make.step_row(1, record.header["step"], n_tokens=n_tokens, metrics=json.dumps(metrics))
-    row["counts"] = json.dumps({**counts, "plan": plan_digest(record.rows)})
+    row["counts"] = json.dumps(plan_counts(record.rows))
     log.control.put("step", [row])
 
 
@@ -221,8 +219,7 @@ def rewrite_segment(log: Log, who: str, segment: int, change: Change) -> None:
 def retell_step(log: Log, step: int, **more: Any) -> None:
     """Let a step record agree with its plan as it is now."""
     plan = next(r for r in log.records() if r.kind == "plan" and r.header["step"] == step)
-    counts = {"rollouts": len(plan.rows), "groups": len({r["group_id"] for r in plan.rows})}
-    text = json.dumps({**counts, "plan": plan_digest(plan.rows)})
+    text = json.dumps(plan_counts(plan.rows))
     rewrite(control(log, "step", step)[0], lambda row: {**row, "counts": text, **more})
 
 

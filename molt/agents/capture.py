@@ -31,6 +31,7 @@ from molt.agents.turns import (
     find_turn,
     in_call_order,
     same,
+    think,
     well_formed,
 )
 from molt.agents.types import ChatRequest, Messages, ParsedReply
@@ -180,6 +181,7 @@ class Capture:
             ids=np.concatenate([prompt.ids, sampled]),
             n_chain=keep,
             last_token=last,
+            thinks=think([*prompt.messages, message]),
             open_thought=cut and bool(reply.reasoning) and not (reply.content or reply.tool_calls),
             segment=pieces[-1][0],
             media=media,
@@ -231,14 +233,20 @@ class Capture:
     ) -> bool:
         """True where rendering all of the history again would only confirm what is known.
 
-        A tool loop under unchanged settings: the whole is rendered whenever it has doubled.
+        Under unchanged settings, where tools go on, or users go on and nobody has thought aloud
+        (templates drop thoughts when a user speaks): the whole is rendered whenever it has doubled.
         """
         last = path[-1]
+        asked = [{m["role"] for m in p} for p in (new, last.prompt.messages)]
         return (
             4 < len(path) < 2 * last.prompt.n_checked
             and not found.thoughts
             and not found.strange
-            and all(m["role"] == "tool" and isinstance(m.get("content"), str) for m in new)
+            and all(isinstance(m.get("content"), str) for m in new)
+            and (
+                asked == [{"tool"}] * 2
+                or (asked == [{"user"}] * 2 and not any(turn.thinks for turn in path))
+            )
             and last.prompt.tools == tuple(request.tools)
             and last.prompt.template == request.template
         )
@@ -246,7 +254,7 @@ class Capture:
     def _render_ends(self, path: list[Turn], new: Messages, request: ChatRequest) -> str | None:
         """The text after the path from its first and last turns; None if it depends on others.
 
-        What a template does to the last turns of a tool loop, it has done to those before.
+        What a template does to the last turns, it has done to those before.
         """
         view = [*path[0].prompt.messages, path[-3].shown[self._with_calls][0]]
         for turn in path[-2:]:

@@ -35,6 +35,7 @@ class Context:
     """"train" or "eval"."""
 
 
+STATUSES = ("ok", "truncated", "failed", "aborted", "pending")
 Rewards = Mapping[str, float | None]
 """Name -> value; None = cannot be scored."""
 

@@ -1,59 +1,23 @@
-"""`molt agent`: what becomes of request fields, and rollouts for programs of any kind."""
+"""The configuration of `molt agent serve`: rollouts for programs of any kind."""
 
 import argparse
-import json
 import os
 import secrets
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from molt.config import Config
+from molt.config import Config, load, recorded_config, validate
 
 AGENT = "molt.agents.serve:External"
 
 
-def agent_commands(
-    command: Callable[..., argparse.ArgumentParser],
-    add_command: Callable[..., argparse.ArgumentParser],
-    run_fields: Callable[[argparse.Namespace], int],
-    run_serve: Callable[[argparse.Namespace], int],
-    add_run_options: Callable[[argparse.ArgumentParser], None],
-) -> None:
-    """Add `molt agent fields` and `molt agent serve`."""
-    c = command("agent", lambda args: 2, "The HTTP side of agents.", "molt agent fields")
-    actions = c.add_subparsers(dest="action", required=True, metavar="ACTION")
-    f = add_command(
-        actions,
-        "fields",
-        run_fields,
-        "Which request fields are honoured, overridden, ignored or refused.",
-        "molt agent fields --format json",
-    )
-    f.add_argument("--format", choices=["table", "json", "csv"], default="table")
-    s = add_command(
-        actions,
-        "serve",
-        run_serve,
-        "Train with rollouts that programs of any kind open, play and finish over HTTP.",
-        "molt agent serve molt/recipes/demo.toml --port 8700",
-    )
-    s.add_argument("config", help="TOML file, or a log: its newest configuration goes on")
-    add_run_options(s)
-    s.add_argument("--host", default="127.0.0.1")
-    s.add_argument("--port", type=int, default=8700)
-    s.add_argument("--public", action="store_true", help="allow a host that others can reach")
-
-
-def serve_config(args: argparse.Namespace) -> "Config":
+def serve_config(args: argparse.Namespace) -> Config:
     """The configuration of `molt agent serve`, whose agents are programs elsewhere.
 
     The desk's address and token go to the worker in the environment (MOLT_DESK_...); the token is
     taken from there too, so that programs can be started with it beforehand.
     """
-    from molt.config import Config, build, load, override_key, validate
+    from molt.store import Log
 
     token = os.environ.setdefault("MOLT_DESK_TOKEN", secrets.token_urlsafe(24))
     os.environ.update(
@@ -64,12 +28,7 @@ def serve_config(args: argparse.Namespace) -> "Config":
     overrides = [f"agent.env={AGENT}", "agent.workers=1", *args.set]
     if not Path(args.config).is_dir():
         return load(args.config, overrides)
-    from molt.store import Log
-
     epochs = [r for r in Log.open(args.config).records() if r.kind == "epoch"]
-    tree = json.loads(epochs[-1].rows[0]["config"])
-    for text in (f"run.dir={args.config}", *overrides):
-        override_key(tree, text)
-    config: Config = build(Config, tree, "")
+    config = recorded_config(epochs[-1].rows[0], [f"run.dir={args.config}", *overrides])
     validate(config)
     return config

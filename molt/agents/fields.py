@@ -8,6 +8,7 @@ A field in no list is refused too, with the closest name. `molt agent fields` pr
 
 import difflib
 import logging
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -171,12 +172,20 @@ def count(body: Mapping[str, Any], name: str, default: int | None, most: int) ->
     return value
 
 
+def number(body: Mapping[str, Any], name: str, default: float | None) -> float | None:
+    """A number that float64 holds."""
+    value = want(body, name, (int, float), default)
+    if value is not None and not abs(value) <= sys.float_info.max:
+        raise FieldRefused(name, f"'{name}' is {value!r:.80}, which is no number that can be kept")
+    return None if value is None else float(value)
+
+
 def strings(name: str, value: Any) -> tuple[str, ...]:
     """One text or a list of texts, none of them empty."""
-    found = (value,) if isinstance(value, str) else tuple(value or ())
-    if not all(isinstance(s, str) and s for s in found):
+    found = (value,) if isinstance(value, str) else value or ()
+    if not isinstance(found, list | tuple) or not all(isinstance(s, str) and s for s in found):
         raise FieldRefused(name, f"'{name}' is {value!r:.80}, expected non-empty texts")
-    return found
+    return tuple(found)
 
 
 ROLES = {
@@ -196,7 +205,7 @@ def role_of(headers: Mapping[str, str], body: Mapping[str, Any]) -> str:
     named = headers.get("x-molt-role") or body.get("molt_role")
     if named is None:
         return ROLES.get(str(body.get("model", "")).rpartition(":")[2], "agent")
-    if named not in ROLES:
+    if not isinstance(named, str) or named not in ROLES:
         raise FieldRefused("molt_role", f"role {named!r} is none of {', '.join(ROLES)}")
     return ROLES[named]
 

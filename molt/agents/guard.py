@@ -8,12 +8,13 @@ import contextlib
 import functools
 import inspect
 import json
+import reprlib
 import threading
 from collections.abc import Mapping
 from concurrent.futures import Future, InvalidStateError
 from typing import Any
 
-from molt.agents.chat import ChatAgent, Context, Result
+from molt.agents.chat import STATUSES, ChatAgent, Context, Result
 from molt.agents.env import Messages, Turn
 
 
@@ -28,7 +29,7 @@ async def agent_call(what: str, call: Any, *args: Any) -> Any:
             return await call(*args)
         return await in_thread(call, *args)
     except (Exception, SystemExit, KeyboardInterrupt) as error:
-        raise RolloutFailed(f"agent {what}: {type(error).__name__}: {error}") from error
+        raise RolloutFailed(f"agent {what}: {type(error).__name__}: {_text(error)}") from error
 
 
 async def in_thread(call: Any, *args: Any) -> Any:
@@ -73,37 +74,54 @@ async def run_agent(agent_class: type[ChatAgent], context: Context) -> Result:
 def checked_messages(messages: Any, what: str = "reset") -> Messages:
     """What the agent returned, if it can be rendered and recorded; RolloutFailed if not."""
     if not isinstance(messages, list) or not all(isinstance(m, dict) for m in messages):
-        raise RolloutFailed(f"agent {what} returned {messages!r:.200}, not a list of message dicts")
+        found = reprlib.repr(messages)
+        raise RolloutFailed(f"agent {what} returned {found}, not a list of message dicts")
     if not messages:
         raise RolloutFailed(f"agent {what} returned no messages")
-    try:
-        json.dumps(messages, allow_nan=False)
-    except (TypeError, ValueError) as error:
-        raise RolloutFailed(f"agent messages are not JSON: {error}") from None
+    _check_json("messages", messages)
     return messages
 
 
 def checked_turn(turn: Any) -> Turn:
     """What `step` returned, if it is a Turn with named rewards; RolloutFailed if not."""
     if not isinstance(turn, Turn):
-        raise RolloutFailed(f"agent step returned {turn!r:.200}, not a Turn")
-    _check_named(turn.rewards)
+        raise RolloutFailed(f"agent step returned {reprlib.repr(turn)}, not a Turn")
+    _check_named("rewards", turn.rewards)
     return turn
 
 
 def checked_result(result: Any) -> Result:
     """What `run` returned, if it is a Result that can be recorded; RolloutFailed if not."""
     if not isinstance(result, Result):
-        raise RolloutFailed(f"agent run returned {result!r:.200}, not a Result")
+        raise RolloutFailed(f"agent run returned {reprlib.repr(result)}, not a Result")
+    _check_named("turns", result.turns, int | str)
     for rewards in (result.rewards, *result.turns.values()):
-        _check_named(rewards)
-    try:
-        json.dumps(result.metrics, allow_nan=False)
-    except (TypeError, ValueError) as error:
-        raise RolloutFailed(f"agent metrics are not JSON: {error}") from None
+        _check_named("rewards", rewards)
+    if not isinstance(result.status, str) or result.status not in STATUSES:
+        names = ", ".join(STATUSES)
+        raise RolloutFailed(f"agent status is {reprlib.repr(result.status)}, none of {names}")
+    if not isinstance(result.reason, str | None):
+        raise RolloutFailed(f"agent reason is {reprlib.repr(result.reason)}, not a text")
+    _check_named("metrics", result.metrics)
+    _check_json("metrics", result.metrics)
     return result
 
 
-def _check_named(rewards: Any) -> None:
-    if not isinstance(rewards, Mapping) or not all(isinstance(k, str) for k in rewards):
-        raise RolloutFailed(f"agent rewards are {rewards!r:.200}, not a dict of name -> value")
+def _check_named(what: str, values: Any, names: Any = str) -> None:
+    if not isinstance(values, Mapping) or not all(isinstance(k, names) for k in values):
+        raise RolloutFailed(f"agent {what} are {reprlib.repr(values)}, not a dict of name -> value")
+
+
+def _check_json(what: str, value: Any) -> None:
+    try:
+        json.dumps(value, allow_nan=False, sort_keys=True)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise RolloutFailed(f"agent {what} are not JSON: {error}") from None
+
+
+def _text(error: BaseException) -> str:
+    """Also of an error that cannot be printed."""
+    try:
+        return str(error)
+    except Exception:
+        return "(it cannot be printed)"

@@ -70,10 +70,11 @@ class ReplyParser:
         self, tokenizer: Any, tool_parser: str | None, reasoning_parser: str | None
     ) -> None:
         self.tokenizer = tokenizer
+        self.tools, self.reasoning = tool_parser is not None, reasoning_parser is not None
         self.n_failed = 0
         """Replies that a parser could not read at all; they are handed on as text."""
         self._parser: Any = None
-        if tool_parser is None and reasoning_parser is None:
+        if not (self.tools or self.reasoning):
             return
         from vllm.parser.parser_manager import ParserManager
 
@@ -85,6 +86,11 @@ class ReplyParser:
             raise ConfigError(
                 f"tool parser {tool_parser!r}, reasoning parser {reasoning_parser!r}: {error}"
             ) from error
+
+    def takes_out(self, request: ChatRequest) -> bool:
+        """Whether a reply may hold more than content: calls of tools, or reasoning."""
+        called = self.tools and bool(request.tools) and request.tool_choice != "none"
+        return called or self.reasoning
 
     def parse(
         self, token_ids: Sequence[int] | np.ndarray, text: str, request: ChatRequest
@@ -98,7 +104,7 @@ class ReplyParser:
         content: str | None = text
         calls: Sequence[Any] = ()
         ids = [int(i) for i in token_ids]
-        if self._parser is not None:
+        if self.takes_out(request):
             try:
                 asked = _vllm_request(request)
                 reasoning, content, found = self._new(asked, request).parse(

@@ -22,14 +22,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from molt.agents import fields, wire_openai
-from molt.agents.chat import ChatAgent, Context, Result
+from molt.agents.chat import STATUSES, ChatAgent, Context, Result
 from molt.agents.server import HttpError, answer, listen, read_body, refusal
 from molt.schemas.errors import ConfigError
 
 BODY_BYTES_MAX = 1 << 20
 WAIT_S_MAX = 60.0
 PORT = 8700
-STATUSES = ("ok", "truncated", "failed", "aborted", "pending")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -103,7 +102,7 @@ def routes(desk: Desk, token: str) -> FastAPI:
         try:
             _authorize(request, token)
             body = await _body(request)
-            wait_s = float(fields.want(body, "wait_s", (int, float), 0.0))
+            wait_s = fields.number(body, "wait_s", 0.0) or 0.0
             offer = await desk.open(min(max(wait_s, 0.0), WAIT_S_MAX))
             return Response(status_code=204) if offer is None else answer(asdict(offer.context))
         except Exception as error:
@@ -163,10 +162,10 @@ def _reward(offer: Offer, body: dict[str, Any]) -> None:
     name = fields.want(body, "name", str, None)
     if name is None or "value" not in body:
         raise HttpError(400, "a reward needs 'name' and 'value' (a number, or null: unscorable)")
-    value = fields.want(body, "value", (int, float), None)
+    value = fields.number(body, "value", None)
     reply = fields.want(body, "reply", (int, str), None)
     of = offer.rewards if reply is None else offer.turns.setdefault(reply, {})
-    of[name] = None if value is None else float(value)
+    of[name] = value
 
 
 def _finish(offer: Offer, body: dict[str, Any]) -> None:

@@ -52,6 +52,8 @@ class Turn:
     n_chain: int
     last_token: int | None
     """The last sampled one."""
+    thinks: bool
+    """The reply, or a message that the prompt added, holds reasoning."""
     open_thought: bool
     """The reply was cut while it reasoned."""
     segment: int
@@ -111,7 +113,7 @@ def find_turn(roots: Sequence[Turn], messages: Messages) -> Found:
             if not same(turn.reply, echo) or (_reasoning(echo) and not _reasoning(turn.reply)):
                 continue
             turn.echo = echo
-        n_strange += _reasoning(echo) != _reasoning(turn.reply)
+        n_strange += echo != turn.reply and _reasoning(echo) != _reasoning(turn.reply)
         if (end + 1, -n_strange) > rank:
             best, rank = turn, (end + 1, -n_strange)
         stack += [(child, end + 1, n_strange) for child in turn.children]
@@ -120,12 +122,11 @@ def find_turn(roots: Sequence[Turn], messages: Messages) -> Found:
     at = 0
     for turn in best.path() if best else ():
         for message in turn.prompt.messages:
-            now = _reasoning(messages[at])
-            if now != _reasoning(message):
+            if messages[at] != message and (now := _reasoning(messages[at])) != _reasoning(message):
                 thoughts[at] = {**message, "reasoning_content": now or None, "reasoning": None}
             at += 1
-        now = _reasoning(messages[at])
-        if now != _reasoning(turn.reply):
+        echo = messages[at]
+        if echo != turn.reply and (now := _reasoning(echo)) != _reasoning(turn.reply):
             strange[turn] = "edited_reply" if now else "reasoning_left_out"
         at += 1
     return Found(turn=best, thoughts=thoughts, strange=strange, why=why[2])
@@ -147,13 +148,16 @@ def _departure(at: int, end: int, all_known: bool, messages: Messages) -> tuple[
 
 
 def well_formed(message: Any) -> bool:
-    """True for what can be compared: a dict with a role, tool calls with a function each."""
+    """True for what can be compared: a dict with a role, calls with a function each, ids texts."""
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         return False
     calls = message.get("tool_calls") or []
-    return isinstance(calls, list) and all(
+    if not isinstance(calls, list) or not all(
         isinstance(c, dict) and isinstance(c.get("function"), dict) for c in calls
-    )
+    ):
+        return False
+    ids = (message.get("tool_call_id"), *(c.get("id") for c in calls))
+    return all(i is None or isinstance(i, str) for i in ids)
 
 
 def same(a: dict[str, Any], b: dict[str, Any]) -> bool:
@@ -190,6 +194,11 @@ def _number(text: str) -> int | float:
 
 def _reasoning(message: dict[str, Any]) -> str:
     return str(message.get("reasoning_content") or message.get("reasoning") or "")
+
+
+def think(messages: Messages) -> bool:
+    """True if one of them holds reasoning, taken out of the text or not."""
+    return any(_reasoning(m) or "</think>" in str(m.get("content")) for m in messages)
 
 
 def in_call_order(messages: Messages) -> Messages:

@@ -75,7 +75,7 @@ def _messages(body: dict[str, Any]) -> Messages:
 
 def _assistant(where: str, blocks: Messages) -> Messages:
     """One message: text, reasoning and calls apart."""
-    thinking = [b.get("thinking", "") for b in blocks if b.get("type") == "thinking"]
+    thinking = [fields.want(b, "thinking", str, "") for b in blocks if b.get("type") == "thinking"]
     calls = [_echoed_call(where, b) for b in blocks if b.get("type") == "tool_use"]
     apart = ("thinking", "redacted_thinking", "tool_use")
     texts = [b for b in blocks if b.get("type") not in apart]
@@ -94,10 +94,11 @@ def _echoed_call(where: str, block: dict[str, Any]) -> dict[str, Any]:
     given = block.get("input")
     if not isinstance(given, dict) or not isinstance(block.get("name"), str):
         raise FieldRefused(where, f"{where} has a tool_use without name and input: {block!r:.80}")
-    malformed = given.keys() == {MALFORMED}
-    arguments = given[MALFORMED] if malformed else json.dumps(given, ensure_ascii=False)
+    arguments = given.get(MALFORMED) if len(given) == 1 else None
+    if not isinstance(arguments, str):
+        arguments = json.dumps(given, ensure_ascii=False)
     named = {"name": block["name"], "arguments": arguments}
-    return {"id": block.get("id"), "type": "function", "function": named}
+    return {"id": fields.want(block, "id", str, None), "type": "function", "function": named}
 
 
 def _user(where: str, role: str, blocks: Messages, before: Messages) -> Messages:

@@ -89,7 +89,7 @@ def _message(i: int, message: Any) -> dict[str, Any]:
         if key == "reasoning":  # the other name of the same thing
             key = "reasoning_content"
         if key == "tool_calls":
-            value = [_echoed_call(where, call) for call in value]
+            value = [_echoed_call(where, c) for c in fields.want(message, key, list, [])]
         if key in MESSAGE_KEYS:
             out[key] = value
         elif value:
@@ -120,7 +120,7 @@ def _echoed_call(where: str, call: Any) -> dict[str, Any]:
     if not isinstance(arguments, str):
         arguments = json.dumps(arguments)
     named = {"name": function["name"], "arguments": arguments}
-    return {"id": call.get("id"), "type": "function", "function": named}
+    return {"id": fields.want(call, "id", str, None), "type": "function", "function": named}
 
 
 def _tool(tool: Any) -> dict[str, Any]:

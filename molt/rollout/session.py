@@ -7,7 +7,9 @@ versions are the engine's own spans (I2); an outcome is durable after all that i
 """
 
 import asyncio
+import reprlib
 import secrets
+import sys
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -62,8 +64,6 @@ class Desk:
     """Tokens of prompt and completion together."""
     partial_tokens: int
     """Sampled tokens after which a segment is appended, finished or not."""
-    parses: tuple[bool, bool] = (False, False)
-    """Whether tool calls and whether reasoning are taken out of a reply's text."""
     n_experts: int = 0
     """Of the model, if the engines capture routing."""
 
@@ -212,9 +212,7 @@ class Session:
 
     def plain(self, request: ChatRequest) -> bool:
         """Whether all text of a reply is content, so that it may be shown as it grows."""
-        tools, reasoning = self.desk.parses
-        called = tools and bool(request.tools) and request.tool_choice != "none"
-        return not (reasoning or called) and self._grammar(request) is None
+        return not self.desk.parser.takes_out(request) and self._grammar(request) is None
 
     def segment_of(self, which: int | str) -> int:
         """Last segment of a reply of the agent's policy, by its number or id; SegmentRejected."""
@@ -267,7 +265,7 @@ class Session:
 
     def _grammar(self, request: ChatRequest) -> Any:
         """What the request forces on the engine; tokens sampled under it are never trained."""
-        if request.tool_choice not in ("auto", "none") and not self.desk.parses[0]:
+        if request.tool_choice not in ("auto", "none") and not self.desk.parser.tools:
             raise RequestRefused(f"tool_choice {request.tool_choice!r} needs agent.tool_parser")
         try:
             return self.desk.parser.grammar(request)
@@ -395,8 +393,9 @@ class Session:
         None = cannot be scored. Raises SegmentRejected for NaN and for what is no number.
         """
         number = isinstance(value, int | float | np.number) and not isinstance(value, bool)
-        if value is not None and not number:
-            raise SegmentRejected(f"agent reward '{name}' is {value!r}, not a number or None")
+        if value is not None and not (number and abs(value) <= sys.float_info.max):
+            found = reprlib.repr(value)
+            raise SegmentRejected(f"agent reward '{name}' is {found}, not a finite number or None")
         row = RewardRow(
             rollout_id=self.a.rollout_id,
             attempt=self.a.attempt,

@@ -97,7 +97,6 @@ class RolloutWorker:
             sampling=config.sampling,
             window=config.engine.max_model_len,
             partial_tokens=config.agent.partial_tokens,
-            parses=(tools is not None, thoughts is not None),
             n_experts=routing.n_experts if routing else 0,
         )
         self.sessions: dict[str, Session] = {}
@@ -135,7 +134,10 @@ class RolloutWorker:
         finally:
             del self.sessions[session.token]
             await session.close()
-        await session.finish(status, reason, metrics)
+        try:
+            await session.finish(status, reason, metrics)
+        except SegmentRejected as error:
+            await session.finish("failed", f"rejected: {error}")
 
     async def _outcome(self, session: Session) -> Outcome:
         """Play; what is wrong with the rollout becomes its reason, anything else is raised."""

@@ -222,11 +222,6 @@ def _check(options: ModelOptions, world_size: int) -> None:
             f"cp_size={options.cp_size}: context parallelism needs Transformer Engine and CUDA; "
             "set cp_size=1 on this machine"
         )
-    if options.ep_size > 1 and options.activation_checkpointing and not torch.cuda.is_available():
-        raise ConfigError(
-            f"ep_size={options.ep_size} with activation_checkpointing gives a wrong loss in some "
-            "runs over gloo; switch one of the two off on this machine"
-        )
     for name in ("tp_size", "ep_size", "cp_size"):
         if world_size % getattr(options, name):
             raise ConfigError(

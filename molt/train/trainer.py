@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from molt import digests
 from molt.process import redirect_output
@@ -90,6 +91,9 @@ class Trainer:
             world_size=self.world_size,
             timeout=timedelta(minutes=30),
         )
+        # Torch's cache of sharded operations outlives a process group, with this process's place in
+        # it: after another trainer here, at another rank, tensors would be split the wrong way.
+        _clear_sharding_prop_cache()
         options = {name: getattr(self.settings, name) for name in ModelOptions.__slots__}
         self.model: ShardedModel = build(ModelOptions(**options), self.world_size)
         if self.settings.routing != "off":

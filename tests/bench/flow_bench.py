@@ -21,12 +21,15 @@ from workload import RAW_BYTES, Workload
 
 from molt.schemas.columns import to_rows
 from molt.store import Log
+from molt.store.control import QUIET_S
 from molt.store.reader import BUCKET
 
 QUEUE_S_MAX = 60.0
 ITEM_BYTES = 8192
 """Of one segment that travels."""
 N_TOKENS = ITEM_BYTES // RAW_BYTES
+CONTROL_RECORDS = (100, 10_000)
+WRITERS = (1, 2, 4, 8)
 SPAWN = multiprocessing.get_context("spawn")
 
 
@@ -231,10 +234,10 @@ def bench_poll(folder: Path, sizes: list[int], report: Report) -> None:
     report.target(f"idle poll, {sizes[-1]:,} commits to {sizes[0]:,}", ratio, 1.5, most=True)
 
 
-def bench_poll_control(folder: Path, sizes: list[int], report: Report) -> None:
+def bench_poll_control(folder: Path, report: Report) -> None:
     """The same reader beside a control log of many decisions."""
     rows, idle = [], {}
-    for n in sizes:
+    for n in CONTROL_RECORDS:
         log = Log.create(folder / f"control-{n}")
         make.open_epoch(log)
         with mock.patch("os.fsync"):  # many records soon; only their number matters here
@@ -244,13 +247,18 @@ def bench_poll_control(folder: Path, sizes: list[int], report: Report) -> None:
         start = time.perf_counter()
         tail.poll()
         catch_up = time.perf_counter() - start
+        fresh = median_ms(tail.poll)
+        time.sleep(QUIET_S + 0.1)
+        tail.poll()
         idle[n] = median_ms(tail.poll)
-        rows.append((f"{n:,}", idle[n], catch_up))
+        rows.append((f"{n:,}", idle[n], fresh, catch_up))
         shutil.rmtree(log.path)
-    ratio = idle[sizes[-1]] / idle[sizes[0]]
-    head = ["control records", "idle poll, ms", "first poll, s"]
+    few, many = CONTROL_RECORDS
+    ratio = idle[many] / idle[few]
+    after = f"within {QUIET_S:g} s of a record, ms"
+    head = ["control records", "idle poll, ms", after, "first poll, s"]
     report.add("Tail poll cost beside the control log", table(head, rows))
-    what = f"idle poll, {sizes[-1]:,} control records to {sizes[0]:,}"
+    what = f"idle poll, {many:,} control records to {few:,}"
     report.target(what, ratio, 1.5, most=True)
 
 
@@ -299,10 +307,10 @@ def fill(kind: Any, folder: str, n: int, batch: int, conn: Any) -> None:
     conn.recv()
 
 
-def bench_writers(folder: Path, counts: list[int], report: Report, n: int = 512) -> None:
+def bench_writers(folder: Path, report: Report, n: int = 512) -> None:
     """Processes that append at once, each to a log directory of its own writer."""
     rows = []
-    for count in counts:
+    for count in WRITERS:
         rate = {}
         for kind in (Raw, Molt):
             children = []

@@ -27,6 +27,7 @@ from workload import FIELDS, Flat, Packed, Workload
 
 import molt.store.cold
 import molt.store.commit
+from molt.schemas.columns import flat, one_chunk
 from molt.store import Log
 
 COLUMNS = ["token_ids", "sampled", "logprobs", "version_runs"]
@@ -58,6 +59,10 @@ class Peer:
     def read(self, out: Packed) -> None:
         for fields in self.segments():
             out.put(fields)
+
+    def source(self, con: duckdb.DuckDBPyConnection) -> str | None:
+        """What stands behind FROM in DuckDB, with the columns of FIELDS; None if nothing can."""
+        return None
 
     def disk_bytes(self) -> int:
         return sum(p.stat().st_size for p in self.folder.rglob("*") if p.is_file())
@@ -150,14 +155,12 @@ class MoltUncompressed(Molt):
 
 def packed(table: pa.Table) -> Flat:
     """A segments table as flat columns; versions are per token, 0 where not sampled."""
-    flat = {name: table.column(name).combine_chunks().flatten() for name in COLUMNS}
-    mask = flat["sampled"].to_numpy()
-    runs = flat["version_runs"]
+    ids, logprobs, mask = (flat(table, name)[1] for name in ("token_ids", "logprobs", "sampled"))
+    runs = one_chunk(table, "version_runs").flatten()
     versions = np.zeros(len(mask), np.int32)
     versions[mask.view(np.bool_)] = np.repeat(
         runs.field("version").to_numpy(), runs.field("n").to_numpy()
     )
-    ids, logprobs = flat["token_ids"].to_numpy(), flat["logprobs"].to_numpy()
     return {"ids": ids, "logprobs": logprobs, "mask": mask, "versions": versions}
 
 
@@ -192,6 +195,13 @@ class Jsonl(Peer):
         for line in text.splitlines():
             row = self.decode(line)
             yield {name: np.array(row[name], dtype) for name, dtype in FIELDS.items()}
+
+    def source(self, con: duckdb.DuckDBPyConnection) -> str:
+        options = (
+            "format = 'newline_delimited', compression = 'zstd', maximum_object_size = 1000000000"
+        )
+        columns = "columns = {logprobs: 'FLOAT[]', mask: 'UTINYINT[]'}"
+        return f"read_json('{self.folder / 'log.jsonl.zst'}', {options}, {columns})"
 
 
 class JsonlOrjson(Jsonl):
@@ -339,11 +349,17 @@ class Lance(Peer):
         mode = "append" if path.exists() else "create"
         lance.write_dataset(arrow_batch(self.workload, i, j), str(path), mode=mode)
 
-    def read(self, out: Packed) -> None:
+    def dataset(self) -> Any:
         import lance
 
-        dataset = lance.dataset(str(self.folder / "t.lance"))
-        for batch in dataset.to_batches(columns=list(FIELDS), batch_size=256):
+        return lance.dataset(str(self.folder / "t.lance"))
+
+    def source(self, con: duckdb.DuckDBPyConnection) -> str:
+        con.register("lance", self.dataset())
+        return "lance"
+
+    def read(self, out: Packed) -> None:
+        for batch in self.dataset().to_batches(columns=list(FIELDS), batch_size=256):
             out.put({n: batch.column(n).flatten().to_numpy(zero_copy_only=False) for n in FIELDS})
 
 
@@ -356,13 +372,20 @@ class Delta(Peer):
         batch = arrow_batch(self.workload, i, j).append_column("i", pa.array(range(i, j)))
         deltalake.write_deltalake(str(self.folder / "t"), batch, mode="append")
 
-    def read(self, out: Packed) -> None:
+    def files(self) -> list[str]:
         import deltalake
 
         actions = deltalake.DeltaTable(str(self.folder / "t")).get_add_actions(flatten=True)
-        for path in pa.table(actions).sort_by("min.i").column("path").to_pylist():
-            table = pq.read_table(self.folder / "t" / path, columns=list(FIELDS), use_threads=False)
-            columns = {n: table.column(n).combine_chunks().flatten() for n in FIELDS}
+        names = pa.table(actions).sort_by("min.i").column("path").to_pylist()
+        return [str(self.folder / "t" / name) for name in names]
+
+    def source(self, con: duckdb.DuckDBPyConnection) -> str:
+        return f"read_parquet({self.files()})"
+
+    def read(self, out: Packed) -> None:
+        for path in self.files():
+            table = pq.read_table(path, columns=list(FIELDS), use_threads=False)
+            columns = {n: one_chunk(table, n).flatten() for n in FIELDS}
             out.put({n: c.to_numpy(zero_copy_only=False) for n, c in columns.items()})
 
 

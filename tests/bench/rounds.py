@@ -1,5 +1,6 @@
 """Fair timing: everything that is compared takes turns, and medians of the rounds are compared."""
 
+import gc
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -28,6 +29,8 @@ def interleaved(
     work: Mapping[str, Callable[[int], float]], rounds: int = ROUNDS
 ) -> dict[str, Rate]:
     """`work[name](round)` does one round's work and returns its units (bytes, rows, 1)."""
+    gc.collect()
+    gc.freeze()  # what the benchmark itself holds is no store's to look through
     found: dict[str, list[float]] = {name: [] for name in work}
     for i in range(rounds):
         for name, call in work.items():

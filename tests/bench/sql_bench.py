@@ -2,16 +2,17 @@
 
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import duckdb
 import factories as make
-from peers import Molt, Raw
+import numpy as np
+from peers import Molt, Peer, Raw
 from report import Report, table
 from rounds import interleaved
-from store_bench import BATCH
+from store_bench import BATCH, filled
 from workload import RAW_BYTES, Workload
 
 from molt.store import Log
@@ -25,6 +26,23 @@ select s.version, avg(w.value), count(*) from rewards w join (
 TOKEN_MEAN = "select avg(logprob) from tokens where sampled = 1"
 TOKEN_MEAN_NATIVE = """
 select avg(l) from (select unnest(logprobs) as l, unnest(sampled) as m from segments) where m = 1"""
+TOKEN_MEAN_PEER = """
+select avg(l) from (select unnest(logprobs) as l, unnest(mask) as m from {source}) where m = 1"""
+
+SWEEP_WORKLOAD = 10_000
+"""Larger logs repeat so many segments under other names."""
+SWEEP_HEAD = [
+    "segments",
+    "append, segments/s",
+    "raw, segments/s",
+    "ratio",
+    "compact, s",
+    "bytes per token",
+    "first SQL, s",
+    "token mean, ms",
+    "native, ms",
+    "fresh tail, s",
+]
 
 
 def build(folder: Path, workload: Workload, n: int) -> tuple[Log, float, float]:
@@ -56,7 +74,7 @@ def native(folder: Path, log: Log) -> duckdb.DuckDBPyConnection:
     return con
 
 
-def bench_sql(folder: Path, workload: Workload, report: Report) -> dict[str, float]:
+def bench_sql(folder: Path, workload: Workload, report: Report) -> None:
     log = build(folder / "sql", workload, workload.n)[0]
     peer = native(folder, log)
     start = time.perf_counter()
@@ -67,19 +85,39 @@ def bench_sql(folder: Path, workload: Workload, report: Report) -> dict[str, flo
         "reward by version": (BY_VERSION, BY_VERSION),
         "mean logprob of sampled tokens": (TOKEN_MEAN, TOKEN_MEAN_NATIVE),
     }
-    rows, ratios = [], {}
+    rows = []
     for name, (own, other) in pairs.items():
         check(con.execute(own).fetchall(), peer.execute(other).fetchall())
         rates = interleaved({"molt": asks(con, own), "native": asks(peer, other)})
         times = {k: 1e3 / r.median for k, r in rates.items()}
-        ratios[name] = rates["native"].ratio(rates["molt"])
-        rows.append((name, times["molt"], times["native"], ratios[name]))
+        ratio = rates["native"].ratio(rates["molt"])
+        rows.append((name, times["molt"], times["native"], ratio))
+        report.target(f"SQL, {name}, to native DuckDB", ratio, 1.5, most=True)
     head = ["query", "molt, compacted, ms", "native DuckDB, ms", "ratio"]
     note = f"First connection and query of a process, every byte verified: {first_s:.2f} s."
     report.add(f"SQL, {workload.n} segments, connected and warm", table(head, rows), note)
     con.close()
     peer.close()
-    return ratios
+
+
+def bench_sql_peers(
+    folder: Path, workload: Workload, kinds: Sequence[type[Peer]], report: Report
+) -> None:
+    """The token mean over what the other stores hold, by DuckDB, connected and warm."""
+    sampled = workload.flat["logprobs"][workload.flat["mask"] == 1]
+    work = {}
+    for kind in kinds:
+        store = filled(kind, folder / f"sql-{kind.__name__}", workload)
+        con = duckdb.connect()
+        con.execute("set threads = 2")
+        source = store.source(con)
+        if source is not None:
+            query = TOKEN_MEAN_PEER.format(source=source)
+            check(con.execute(query).fetchall(), [(sampled.mean(dtype=np.float64),)])
+            work[kind.title] = asks(con, query)
+    rows = [(name, 1e3 / rate.median) for name, rate in interleaved(work, 3).items()]
+    title = f"Mean logprob of sampled tokens in other stores, {workload.n} segments"
+    report.add(title, table(["store", "ms"], rows))
 
 
 def check(own: list[Any], other: list[Any]) -> None:
@@ -94,6 +132,15 @@ def asks(con: duckdb.DuckDBPyConnection, query: str) -> Callable[[int], float]:
         return 1.0
 
     return run
+
+
+def bench_sweep(folder: Path, sizes: list[int], report: Report) -> None:
+    """Whole logs of growing size: what one more segment costs must not depend on those before."""
+    workload = Workload(min(SWEEP_WORKLOAD, sizes[-1]))
+    for k in range(workload.n):
+        workload.row(k)
+    rows = [whole_log(folder / f"sweep-{n}", workload, n) for n in sizes]
+    report.add("Logs of growing size, 64 segments per commit", table(SWEEP_HEAD, rows))
 
 
 def whole_log(folder: Path, workload: Workload, n: int) -> tuple[object, ...]:

@@ -26,7 +26,7 @@ from molt.store.compact import compact
 from molt.store.files import publish
 
 BATCH = 64
-COMMITS = {1: 60, BATCH: 4}
+COMMITS = {1: 60, BATCH: 8}
 """Commits per round, by segments in each."""
 COMMITS_SLOW = {1: 5, BATCH: 1}
 PROTOCOL = "molt: rows checked before, encode + publish"

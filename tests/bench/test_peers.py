@@ -14,7 +14,9 @@ WORKLOAD = Workload(20)
 
 
 @pytest.mark.parametrize(
-    "kind", [*peers.STANDARD, peers.MoltUncompressed, *peers.EXTRA], ids=lambda kind: kind.__name__
+    "kind",
+    [*peers.STANDARD, peers.MoltUncompressed, *peers.EXTRA],
+    ids=lambda kind: kind.__name__,
 )
 def test_a_peer_gives_back_what_was_appended(tmp_path: Path, kind: type[peers.Peer]) -> None:
     if kind.missing():
@@ -40,8 +42,11 @@ def test_other_values_are_seen() -> None:
 
 def test_the_same_sql_gives_the_same_answers(tmp_path: Path) -> None:
     found = report.Report()
-    ratios = sql_bench.bench_sql(tmp_path, WORKLOAD, found)
-    assert len(ratios) == 2 and "native DuckDB" in found.markdown("")
+    sql_bench.bench_sql(tmp_path, WORKLOAD, found)
+    assert len(found.targets) == 2 and "native DuckDB" in found.markdown("")
+    kinds = [kind for kind in (peers.Raw, peers.JsonlOrjson, *peers.EXTRA) if not kind.missing()]
+    sql_bench.bench_sql_peers(tmp_path, WORKLOAD, kinds, found)
+    assert "| JSONL + zstd (orjson) |" in found.markdown("")
     row = sql_bench.whole_log(tmp_path / "sweep", WORKLOAD, 30)
     assert row[0] == "30"
 

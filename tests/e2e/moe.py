@@ -9,9 +9,12 @@ import torch
 
 from molt.replay.assemble import TrainSequence
 from molt.train.packing import Recorded, Wanted, pack
+from molt.train.routing import gates
 from molt.train.trainer import Trainer, TrainerSettings
 
 LAYERS, TOP_K, EXPERTS = 4, 2, 8
+TIE = 1e-4
+"""Router logits this close may be ordered either way by two float32 programs; they spread by 1."""
 
 
 def settings(model: str | Path, **changes: Any) -> TrainerSettings:
@@ -63,15 +66,52 @@ def token_lists(seed: int, groups: int = 3, members: int = 3) -> dict[str, tuple
 
 
 @torch.no_grad()
+def routed(
+    trainer: Trainer, ids: list[int], told: Recorded | None = None
+) -> tuple[np.ndarray, np.ndarray]:
+    """The trainer's own experts [T - 1, L, K] for all but the last token, and its router logits
+    float32 [T - 1, L, E]; both under the experts `told` of the earlier layers and tokens.
+    """
+    wanted = Wanted(
+        token_ids=np.array(ids), targets=np.array([len(ids) - 1]), temperature=1.0, recorded=told
+    )
+    (row,) = pack([wanted], max_tokens=1)
+    logits: list[torch.Tensor] = []
+
+    def keep(gate: Any, inputs: Any, _output: Any) -> None:
+        logits.append(torch.nn.functional.linear(inputs[0].flatten(0, -2), gate.weight))
+
+    hooks = [gate.register_forward_hook(keep) for _, gate in gates(trainer.model.module)]
+    assert trainer.routing is not None
+    try:
+        with trainer.routing.row(row):
+            trainer.model.logprobs(row)
+            experts = [router.recorded_indices for router in trainer.routing.routers]
+    finally:
+        for hook in hooks:
+            hook.remove()
+        trainer.model.reshard()
+    return torch.stack(experts, 1).numpy().astype(np.uint8), torch.stack(logits, 1).float().numpy()
+
+
 def choices(trainer: Trainer, ids: list[int]) -> np.ndarray:
     """The experts that the trainer itself takes for all but the last token: [T - 1, L, K]."""
-    targets = np.array([len(ids) - 1])
-    (row,) = pack([Wanted(token_ids=np.array(ids), targets=targets, temperature=1.0)], max_tokens=1)
-    trainer.model.logprobs(row)
-    trainer.model.reshard()
-    assert trainer.routing is not None
-    found = [router.recorded_indices for router in trainer.routing.routers]
-    return torch.stack(found, 1).numpy().astype(np.uint8)
+    return routed(trainer, ids)[0]
+
+
+def agree(trainer: Trainer, ids: list[int], told: Recorded) -> np.ndarray:
+    """Where `told` are the trainer's own experts, or tie with them within TIE.
+
+    Bool [known tokens, L]. The told ones are replayed, so that one tie does not spread to later
+    layers and tokens.
+    """
+    own, logits = routed(trainer, ids, told)
+    taken, offered = (
+        np.sort(np.take_along_axis(logits, experts.astype(np.int64), -1), -1)
+        for experts in (told.experts_TLK, own)
+    )
+    agreed: np.ndarray = (np.abs(offered - taken) <= TIE).all(-1)
+    return agreed[told.known_T]
 
 
 def plan(trainer: Trainer, seed: int, **shape: int) -> tuple[list[TrainSequence], list[Recorded]]:

@@ -186,12 +186,12 @@ def check_log(log: Log, config: Any) -> None:
     """What the fold makes of it, before and after the late reward."""
     fold = Fold(log.tail(streams=STREAMS, columns=COLUMNS))
     fold.update()
-    assert fold.closed_groups("train") == []  # one is pending
+    assert make.closed_groups(fold) == []  # one is pending
     late = f"train-0/{KINDS.index('parallel')}"
     relabel(log, late, 0, "end", 0.5, 0, "human")
     relabel(log, late, 0, "end", 0.75, 1, "human")
     fold.update()
-    (group,) = fold.closed_groups("train")
+    (group,) = make.closed_groups(fold)
     attempts = {k: fold.finished(group, f"train-0/{i}") for i, k in enumerate(KINDS)}
     assert all(a is not None and a.is_whole() for a in attempts.values())
     n_branches = {k: len(branches(a.segments)) for k, a in attempts.items() if a}

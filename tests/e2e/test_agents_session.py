@@ -421,7 +421,7 @@ def test_a_worker_plays_envs_of_many_turns(rig: Rig, log: Log, folder: str, tmp_
     assert outcomes["train-0/3"][0] == "truncated" and "window" in outcomes["train-0/3"][1]
     fold = Fold(log.tail(streams=STREAMS, columns=COLUMNS))
     fold.update()
-    (group,) = fold.closed_groups("train")
+    (group,) = make.closed_groups(fold)
     rows = plan_group(fold, group, VERSION[0] + 1, config)
     header = {
         k: v for k, v in to_row(plan_header(config, VERSION[0] + 1, 1)).items() if k != "epoch"

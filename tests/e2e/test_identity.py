@@ -94,7 +94,7 @@ async def play_across_a_refit(rig: Rig, worker: RolloutWorker, model: Any) -> No
 def compare(log: Log, config: Any, recording: Recording) -> None:
     fold = Fold(log.tail(streams=STREAMS, columns=COLUMNS))
     fold.update()
-    groups = fold.closed_groups("train")
+    groups = make.closed_groups(fold)
     rows = [row for g in groups for row in plan_group(fold, g, 2, config)]
     header = {k: v for k, v in to_row(plan_header(config, 2, 1)).items() if k != "epoch"}
     number = log.control.put("plan", rows, header)

@@ -11,7 +11,7 @@ import moe
 import numpy as np
 import pytest
 import torch
-from moe import LAYERS, choices, free_port, known, plan, settings, started
+from moe import LAYERS, agree, free_port, known, plan, settings, started
 from safetensors.torch import load_file
 from transformers import Qwen3MoeForCausalLM
 
@@ -47,9 +47,11 @@ def trainer(shared: Trainer, folder: Path) -> Trainer:
 
 
 @pytest.fixture(scope="module")
-def processes() -> Iterator[ProcessPoolExecutor]:
-    with ProcessPoolExecutor(2, mp_context=multiprocessing.get_context("spawn")) as pool:
-        yield pool
+def processes() -> Iterator[list[ProcessPoolExecutor]]:
+    """Two processes that live through all trainers of this file."""
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, spawn) as one, ProcessPoolExecutor(1, spawn) as other:
+        yield [one, other]
 
 
 def plain_choices(model: Qwen3MoeForCausalLM, ids: list[int]) -> np.ndarray:
@@ -66,8 +68,7 @@ def test_the_trainer_is_the_model_of_transformers(trainer: Trainer, folder: Path
             logprobs = model(torch.tensor([ids])).logits[0].log_softmax(-1)
         expected = logprobs[:-1].gather(1, torch.tensor(ids[1:])[:, None])[:, 0].numpy()
         assert np.abs(trainer.score([ids])[0] - expected).max() < 1e-5
-        own, plain = choices(trainer, ids), plain_choices(model, ids)[:-1]
-        assert (np.sort(own, -1) == np.sort(plain, -1)).all()
+        assert agree(trainer, ids, known(plain_choices(model, ids)[:-1])).all()
     on_disk = load_file(folder / "model" / "model.safetensors")
     exported = dict(trainer.export())
     assert exported.keys() == on_disk.keys()
@@ -153,7 +154,8 @@ def test_a_step_with_its_own_recordings_agrees_and_says_so(trainer: Trainer) -> 
     sequences, recorded = plan(trainer, 4)
     result = trainer.execute(1, sequences, recorded)
     found = result.metrics["routing"]
-    assert (found["coverage"], found["mismatch"], found["mismatch_max"]) == (1.0, 0.0, 0.0)
+    assert found["coverage"] == 1.0
+    assert found["mismatch"] < 2e-3 and found["mismatch_max"] < 1e-2  # packed otherwise: a tie
     assert found["gap_live"] < 1e-5 > found["gap_replayed"]
     assert result.metrics["mismatch"]["all"]["max"] < 1e-5
     again = trainer.execute(2, sequences, recorded).metrics["routing"]
@@ -217,19 +219,18 @@ def test_routing_of_something_else_stops_the_first_batch(
 
 
 def step_of(folder: Path, rank: int, ranks: int, port: int, changes: dict[str, Any]) -> Any:
-    """One step under strange experts, in a fresh process; the result and the router's gradients."""
+    """One step under strange experts; the result, and all weights before and after it."""
     options = settings(
         folder / "model", routing_coverage=0.5, **({"routing_mismatch": 1.0} | changes)
     )
     trainer = started(options, rank, ranks, port)
-    mine = {f"train-{g}" for g in range(4) if ranks == 1 or g % trainer.model.dp_size == rank}
+    mine = {f"train-{g}" for g in range(5) if ranks == 1 or g % trainer.model.dp_size == rank}
     dense = torch.load(folder / "plan.pt", weights_only=False)
     pairs = [(s, r) for s, r in zip(*dense, strict=True) if s.group_id in mine]
     before = {n: t.clone() for n, t in trainer.export()}
     result = trainer.execute(1, [s for s, _ in pairs], [r for _, r in pairs])
     after = {n: t.clone() for n, t in trainer.export()}
     manifest = trainer.manifest()
-    perturbed = None
     trainer.perturb(0.05, seed=1)
     perturbed = {n for n, t in trainer.export() if not torch.equal(t, after[n])}
     trainer.close()
@@ -243,20 +244,21 @@ def step_of(folder: Path, rank: int, ranks: int, port: int, changes: dict[str, A
 
 
 def run(
-    processes: ProcessPoolExecutor, folder: Path, ranks: int, **changes: Any
+    processes: list[ProcessPoolExecutor], folder: Path, ranks: int, **changes: Any
 ) -> list[dict[str, Any]]:
+    """Rank n in process n."""
     port = free_port()
     futures = [
-        processes.submit(step_of, folder, rank, ranks, port, changes) for rank in range(ranks)
+        processes[rank].submit(step_of, folder, rank, ranks, port, changes) for rank in range(ranks)
     ]
     return [future.result(timeout=180) for future in futures]
 
 
 @pytest.fixture(scope="module")
-def alone(processes: ProcessPoolExecutor, folder: Path, shared: Trainer) -> dict[str, Any]:
-    """What one rank makes of a plan of four groups under experts that no router would take."""
+def alone(processes: list[ProcessPoolExecutor], folder: Path, shared: Trainer) -> dict[str, Any]:
+    """What one rank makes of a plan of five groups under experts that no router would take."""
     shared.load(str(folder / "start"))
-    sequences, own = plan(shared, 8, groups=4)
+    sequences, own = plan(shared, 8, groups=5)
     recorded = with_unknown(moe.other_choices(own, seed=9))
     torch.save((sequences, recorded), folder / "plan.pt")
     return run(processes, folder, 1)[0]
@@ -266,19 +268,29 @@ def alone(processes: ProcessPoolExecutor, folder: Path, shared: Trainer) -> dict
     ("ranks", "changes"),
     [
         (1, {"activation_checkpointing": True, "microbatch_tokens": 1000}),
-        (2, {}),
+        (2, {"microbatch_tokens": 40}),
+        (2, {"activation_checkpointing": True}),
         (2, {"ep_size": 2}),
+        (2, {"ep_size": 2, "activation_checkpointing": True}),
+        (2, {"ep_size": 2, "activation_checkpointing": True, "microbatch_tokens": 40}),
     ],
 )
 def test_every_layout_makes_the_same_step(
     alone: dict[str, Any],
-    processes: ProcessPoolExecutor,
+    processes: list[ProcessPoolExecutor],
     folder: Path,
     ranks: int,
     changes: dict[str, Any],
 ) -> None:
-    """Checkpointing, other rows, DP=2, EP=2: same loss, gradient norm, weights and routing."""
-    for out in run(processes, folder, ranks, **changes):
+    """Checkpointing, other rows, DP=2, EP=2: same loss, gradient norm, weights and routing.
+
+    Rank 1 has fewer micro-batches. Again with the ranks in each other's process: torch remembers
+    the place of an earlier trainer's rank there.
+    """
+    outs = run(processes, folder, ranks, **changes)
+    if ranks == 2:
+        outs += run(processes[::-1], folder, ranks, **changes)
+    for out in outs:
         result, expected = out["result"], alone["result"]
         assert result.loss == pytest.approx(expected.loss, abs=1e-6)
         assert result.grad_norm == pytest.approx(expected.grad_norm, rel=1e-4)
@@ -295,7 +307,7 @@ def test_every_layout_makes_the_same_step(
 
 
 def test_freeze_leaves_the_routers_alone(
-    alone: dict[str, Any], processes: ProcessPoolExecutor, folder: Path
+    alone: dict[str, Any], processes: list[ProcessPoolExecutor], folder: Path
 ) -> None:
     """Out of the optimizer, the refit and the self-test's noise; everything else is trained."""
     (out,) = run(processes, folder, 1, routing="freeze")
@@ -320,10 +332,10 @@ def refused(folder: Path, port: int) -> str:
 
 
 def test_a_dense_model_has_no_routing_to_replay(
-    tmp_path: Path, processes: ProcessPoolExecutor
+    tmp_path: Path, processes: list[ProcessPoolExecutor]
 ) -> None:
     from tiny import tiny_tied_llama
 
     tiny_tied_llama(tmp_path)
-    message = processes.submit(refused, tmp_path, free_port()).result(timeout=120)
+    message = processes[0].submit(refused, tmp_path, free_port()).result(timeout=120)
     assert "needs a model with experts" in message

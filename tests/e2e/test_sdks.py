@@ -89,13 +89,6 @@ def sampled(row: dict[str, Any]) -> list[int]:
     return [t for t, s in zip(row["token_ids"], row["sampled"], strict=True) if s]
 
 
-def said(tokenizer: Any, ids: list[int]) -> str:
-    """The text of a reply: a control token among others is shown, those at its end are not."""
-    while ids and ids[-1] in tokenizer.all_special_ids:
-        ids = ids[:-1]
-    return str(tokenizer.decode(ids))
-
-
 @pytest.mark.parametrize("agent", ["OpenAITools", "AnthropicTools"])
 def test_two_tool_agents_at_once_are_recorded_token_for_token(
     rig: Rig, log: Log, folder: str, tmp_path: Path, agent: str
@@ -112,7 +105,7 @@ def test_two_tool_agents_at_once_are_recorded_token_for_token(
         own = segments(log, outcome["rollout_id"])
         assert len(own) == 3 and len(branches({k: Tip(r) for k, r in own.items()})) == 1
         assert [r["train_reason"] for r in own.values()] == ["grammar", None, None]
-        texts = [said(tokenizer, sampled(own[k])) for k in (1, 2)]
+        texts = [tokenizer.decode(sampled(own[k]), skip_special_tokens=True) for k in (1, 2)]
         given = sdk_agents.GIVEN[outcome["rollout_id"]]
         assert [text for _, text in given] == texts
         rewards = rows(
@@ -140,7 +133,7 @@ def test_an_sdk_that_gives_up_and_retries_gets_one_reply(
     tokenizer = AutoTokenizer.from_pretrained(folder)
     ids = [t for r in own.values() for t in sampled(r)]
     ((_, text),) = sdk_agents.GIVEN["train-0/0"]
-    assert said(tokenizer, ids) == text
+    assert tokenizer.decode(ids, skip_special_tokens=True) == text
     assert '"calls":1' in outcome["metrics"].replace(" ", "")
 
 

@@ -1,6 +1,5 @@
 """Training with agents that are programs elsewhere and know HTTP alone."""
 
-import socket
 from pathlib import Path
 from typing import Any
 
@@ -9,13 +8,10 @@ import pytest
 from launch import Train, molt, sql
 from tiny import tiny_tied_llama
 
+from molt.process import free_port
+
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 TOKEN = "desk-token"
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as s:
-        return int(s.getsockname()[1])
 
 
 def bearer(token: str) -> dict[str, str]:

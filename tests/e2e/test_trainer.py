@@ -2,7 +2,6 @@
 
 import json
 import multiprocessing
-import socket
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
@@ -18,6 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers import LlamaForCausalLM
 
+from molt.process import free_port
 from molt.replay.assemble import TrainSequence
 from molt.schemas.errors import ConfigError, TrainerError
 from molt.train.packing import Wanted, pack
@@ -65,12 +65,6 @@ def plan(seed: int, groups: int = 3, members: int = 4) -> list[TrainSequence]:
             reply = rng.integers(4, 7, int(rng.integers(2, 7))).tolist()
             out.append(sequence(group, member, prompt + reply, len(prompt)))
     return out
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def started(options: TrainerSettings, rank: int = 0, ranks: int = 1, port: int = 0) -> Trainer:

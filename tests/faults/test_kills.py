@@ -119,7 +119,10 @@ def kill_one(log: Log, rng: random.Random, seed: int, counts: Counts, shared: bo
     child, receiver = children.start(play_run, str(log.path), seed, shared)
     other = receiver.recv() if shared else None
     # Half of them die around the first rows, the others in the middle of their work.
-    child.join(rng.uniform(0, ALIVE_S_MAX / rng.choice((1, 4))))
+    early = rng.random() < 0.5
+    if not early:
+        receiver.poll(60)  # something is acknowledged, however busy the machine is
+    child.join(rng.uniform(0, ALIVE_S_MAX / (4 if early else 1)))
     if other is not None and rng.random() < 0.7:  # else it is told of the end of its parent
         os.kill(other, signal.SIGKILL)
         child.join(rng.uniform(0, 0.05))

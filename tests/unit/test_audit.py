@@ -3,7 +3,6 @@ checksum is right; where the doctor must not see it either, the test says so.
 """
 
 import json
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,18 +20,6 @@ from molt.train.advantages import advantages
 Row = dict[str, Any]
 
 
-@pytest.fixture(scope="module")
-def honest_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return forge.honest_log(tmp_path_factory.mktemp("honest") / "log").path
-
-
-@pytest.fixture
-def honest(honest_path: Path, tmp_path: Path) -> Log:
-    """A copy that the test may falsify."""
-    shutil.copytree(honest_path, tmp_path / "log")
-    return Log.open(tmp_path / "log")
-
-
 def violations(log: Log) -> list[Row]:
     found = audit(log, advantages=advantages).to_json()
     assert found["ok"] == (not found["violations"])
@@ -48,7 +35,7 @@ def says(found: list[Row], invariant: str, rollout: str | None, words: str = "")
 
 
 def test_an_honest_log_passes_and_is_counted(honest: Log) -> None:
-    seen: list[tuple[str, int, int]] = []
+    seen: list[tuple[int, int, str]] = []
     found = audit(honest, advantages=advantages, progress=lambda *a: seen.append(a)).to_json()
     assert found["ok"] and found["violations"] == []
     assert found["checked"] == {
@@ -60,7 +47,7 @@ def test_an_honest_log_passes_and_is_counted(honest: Log) -> None:
         "I6": 1 + 4 + 3 + 3 + len(make.data_commits(honest.path)) - 1,
         "I7": 4,
     }
-    assert found["tokens"] == 144 and {phase for phase, _, _ in seen} == {
+    assert found["tokens"] == 144 and {phase for _, _, phase in seen} == {
         "control log",
         "plans",
         "data log",
@@ -330,6 +317,21 @@ def test_the_last_commits_of_a_closed_writer_are_missing(honest: Log) -> None:
 def test_a_missing_control_record(honest: Log) -> None:
     forge.control(honest, "step", 1)[0].unlink()
     says(violations(honest), "I6", None, "control record 3 is missing")
+
+
+def test_a_plan_that_names_a_segment_without_its_parent(honest: Log) -> None:
+    def change(row: Row) -> Row:
+        (branch,) = row["branches"]
+        return {**row, "branches": [{**branch, "refs": branch["refs"][1:]}]}
+
+    forge.rewrite(forge.control(honest, "plan", 1)[0], change)
+    says(violations(honest), "I6", "train-0/0", "segment 1 without its parent 0")
+
+
+def test_a_damaged_epoch_record_is_named(honest: Log) -> None:
+    """Without it no lineage can be told; the audit still ends with a report."""
+    make.flip(forge.control(honest, "epoch")[0], 200)
+    says(violations(honest), "I6", None, "checksum")
 
 
 def test_two_writers_that_tell_a_rollout_differently(honest: Log) -> None:

@@ -164,12 +164,27 @@ def test_a_compaction_makes_three_branches(name: str) -> None:
     p.check()
 
 
+def loop(thought: str | None, n: int = 20) -> list[tuple[ParsedReply, list[dict[str, Any]]]]:
+    return [(reply("Look.", thought, (call(f"c{i}"),)), [tool(f"c{i}", f"{i}")]) for i in range(n)]
+
+
+TALK = [(reply(f"Said {i}."), [user(f"And {i}?")]) for i in range(20)]
+END = [(reply("Done.", "so"), [user("And?")]), (reply("Yes."), [])]
+LONG = {
+    "thinking loop": [*loop("hm"), *END],
+    "loop": [*loop(None), *END],
+    "talk": [*TALK, *END],
+    "talk after thoughts": [*loop("hm", 3), *TALK, *END],
+    "talk with loops": [*TALK, *loop(None), *TALK, *loop("hm"), *TALK, *END],
+}
+
+
 @EVERY
-def test_rendering_the_ends_of_a_loop_is_rendering_it_whole(
-    name: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("kind", LONG)
+def test_rendering_the_ends_is_rendering_the_whole(
+    name: str, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    loop = [(reply("Look.", "hm", (call(f"c{i}"),)), [tool(f"c{i}", f"{i}")]) for i in range(20)]
-    turns = [*loop, (reply("Done.", "so"), [user("And?")]), (reply("Yes."), [])]
+    turns = LONG[kind]
 
     def prompts() -> list[list[int]]:
         return [ids for ids, _ in play(name, turns)[0].seen]
@@ -186,5 +201,9 @@ def test_rendering_the_ends_of_a_loop_is_rendering_it_whole(
     used = [text for text in rendered if text is not None]
     monkeypatch.setattr(Capture, "_may_skip", lambda *_: False)
     assert prompts() == shortened
-    counts_outputs = name.startswith("lenml_deepseek")  # its first result looks like no other
-    assert len(used) == 0 if counts_outputs else len(used) >= 10
+    if kind in ("loop", "thinking loop") and name.startswith(
+        "lenml_deepseek"
+    ):  # its first result looks like no other
+        assert not used
+    elif (n := {"talk": 0, "loop": 2, "thinking loop": 3}.get(kind)) is not None:
+        assert len(used) >= 10 or BRANCHES[name][n] > 1

@@ -13,6 +13,7 @@ import pytest
 from rich.console import Console
 
 from molt import checkpoints
+from molt.replay.folders import sweep
 from molt.schemas.errors import TrainerError
 from molt.screen import Screen
 from molt.store import Log
@@ -91,7 +92,7 @@ def test_what_a_crash_left_behind_is_swept(log: Log) -> None:
         folder.mkdir()
         (folder / "__0_0.distcp").write_bytes(b"half")
     known = {row["path"] for row in run.fold.checkpoints}
-    assert checkpoints.sweep(log.path, known) == ["1-2"]
+    assert sweep(log.path, known) == ["1-2"]
     assert folders(log) == {"1-1"}
 
 

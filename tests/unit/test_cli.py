@@ -10,6 +10,7 @@ import factories as make
 import pytest
 
 from molt import cli
+from molt.command import COMMANDS
 from molt.schemas.errors import ConfigError
 from molt.store import Log
 
@@ -23,16 +24,17 @@ def run(*arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.parametrize(
-    "command",
-    [
+def test_all_commands_are_there() -> None:
+    assert {name.split()[0] for name in COMMANDS} == {
         *("train", "report", "replay", "why", "audit", "sql", "tail", "runs", "doctor"),
-        *("compact", "show", "fork", "retrain", "diff", "export"),
-    ],
-)
+        *("compact", "show", "fork", "retrain", "diff", "export", "agent"),
+    }
+
+
+@pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_teaches_by_example(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        cli.main([command, "--help"])
+        cli.main([*command.split(), "--help"])
     assert f"molt {command} " in capsys.readouterr().out.split("example:")[1]
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from molt.schemas.columns import normalise, to_rows, to_table
 from molt.schemas.errors import SegmentRejected
 from molt.schemas.streams import STREAMS
-from molt.schemas.text import canonical_json, escape_text, unescape_text
+from molt.schemas.text import canonical_json, difference, escape_text, unescape_text
 
 SCHEMA = pa.schema(
     [
@@ -89,6 +89,12 @@ def test_any_string_is_stored_as_utf8_and_comes_back(text: str) -> None:
 )
 def test_the_escape_character_itself_is_escaped(text: str) -> None:
     assert unescape_text(escape_text(text)) == text
+
+
+def test_difference_names_changed_keys_only() -> None:
+    old = {"train": {"lr": 1.0, "betas": [0.9, 0.95]}, "model": "a"}
+    new = {"train": {"lr": 2.0, "betas": (0.9, 0.95)}, "model": "a", "more": 1}
+    assert difference(old, new) == {"train.lr": (1.0, 2.0), "more": (None, 1)}
 
 
 def test_canonical_json_is_one_text_per_value_and_refuses_nan() -> None:

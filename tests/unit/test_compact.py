@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from molt import cli
 from molt.schemas.errors import LogCorrupt
+from molt.schemas.records import Ref
 from molt.schemas.streams import STREAMS, routing_metadata
 from molt.store import Log
 from molt.store import files as files_module
@@ -39,11 +40,11 @@ def tailed(log: Log) -> list[tuple]:
 def by_address(log: Log) -> dict[tuple, str]:
     """Every visible row as the reader of addresses gives it."""
     reader = RowReader(log.path)
-    return {
-        (writer, seq, i): str(row)
-        for writer, seq, _, _ in tailed(log)
-        for i, row in enumerate(reader.rows_of(writer, seq))
-    }
+    commits = log.tail().poll()[1]
+    refs = [
+        Ref(writer=c.writer, seq=c.seq, row=i) for c in commits for i in range(c.table.num_rows)
+    ]
+    return {(r.writer, r.seq, r.row): str(reader.row(r)) for r in refs}
 
 
 def in_sql(log: Log) -> dict[tuple, list[str]]:

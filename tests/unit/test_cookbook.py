@@ -4,7 +4,6 @@ import re
 from pathlib import Path
 
 import duckdb
-import forge
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
@@ -19,11 +18,6 @@ from molt.store.sql import run_sql
 README = (Path(molt.replay.__file__).parent / "README.md").read_text()
 QUERIES = re.findall(r'^\$ molt sql \S+ "(.*?)"\n\| (.*?) \|\n', README, re.DOTALL | re.MULTILINE)
 SNIPPETS = re.findall(r"^```python\n(.*?)^```", README, re.DOTALL | re.MULTILINE)
-
-
-@pytest.fixture(scope="module")
-def honest(tmp_path_factory: pytest.TempPathFactory) -> Log:
-    return forge.honest_log(tmp_path_factory.mktemp("cook") / "log")
 
 
 def test_all_are_found() -> None:

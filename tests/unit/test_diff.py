@@ -15,11 +15,6 @@ from molt.store import Log
 Row = dict[str, Any]
 
 
-@pytest.fixture(scope="module")
-def honest(tmp_path_factory: pytest.TempPathFactory) -> Log:
-    return forge.honest_log(tmp_path_factory.mktemp("honest") / "log")
-
-
 @pytest.fixture
 def other(honest: Log, tmp_path: Path) -> Log:
     shutil.copytree(honest.path, tmp_path / "other")
@@ -65,7 +60,7 @@ def test_plans_rewards_prompts_and_digests(honest: Log, other: Log) -> None:
 
     forge.rewrite(forge.control(other, "plan", 3)[0], swap)
     forge.rewrite(forge.control(other, "step", 2)[0], lambda r: {**r, "state_digest": "0" * 16})
-    forge.rewrite_all(other, "prompts", lambda r: {**r, "prompt": "{}"} if r["ordinal"] == 1 else r)
+    forge.rewrite_all(other, "prompts", lambda r: {**r, "prompt": "{}"} if r["ordinal"] else r)
     found = parts(honest, other)
     assert set(found) == {"plan", "advantage", "state_digest", "prompt"}
     assert (found["plan"]["rollout"], found["plan"]["a"], found["plan"]["b"]) == (

@@ -22,9 +22,9 @@ def test_the_tiny_log_folds_to_its_story(tiny: Log) -> None:
     }
     assert [g.group_id for g in fold.open_groups("train")] == ["train-2"]
     assert fold.last_step == 2 == fold.last_planned
-    assert fold.low_water_mark() == 2
+    assert fold.settled["train"].low == 2
     assert fold.next_ordinal["train"] == 5
-    assert [g.group_id for g in fold.closed_groups("eval")] == ["eval-0"]
+    assert [g.group_id for g in make.closed_groups(fold, "eval")] == ["eval-0"]
     assert [(g.group_id, again) for g, again in unsettled(fold, "train")] == [
         ("train-2", [("train-2/0", 1)])
     ]
@@ -34,10 +34,10 @@ def test_a_group_closes_with_its_last_outcome(log: Log, w: Writer) -> None:
     w.append("prompts", make.prompt(0, n=2))
     make.append_rollout(w, "train-0/0")
     fold = fold_of(log)
-    assert fold.closed_groups("train") == []
+    assert make.closed_groups(fold) == []
     make.append_rollout(w, "train-0/1")
     fold.update()
-    assert [g.group_id for g in fold.closed_groups("train")] == ["train-0"]
+    assert [g.group_id for g in make.closed_groups(fold)] == ["train-0"]
 
 
 def test_rows_seen_before_their_prompt_are_kept(log: Log, w: Writer) -> None:
@@ -47,7 +47,7 @@ def test_rows_seen_before_their_prompt_are_kept(log: Log, w: Writer) -> None:
     w.append("prompts", make.prompt(0, n=1))
     w.flush()
     fold.update()
-    assert len(fold.closed_groups("train")) == 1
+    assert len(make.closed_groups(fold)) == 1
 
 
 def test_a_rollout_of_a_version_without_policy_is_hidden_and_issued_again(
@@ -56,11 +56,11 @@ def test_a_rollout_of_a_version_without_policy_is_hidden_and_issued_again(
     w.append("prompts", make.prompt(0, n=1))
     make.append_rollout(w, "train-0/0", version=7)
     fold = fold_of(log)
-    assert fold.closed_groups("train") == []
+    assert make.closed_groups(fold) == []
     assert [again for _, again in unsettled(fold, "train")] == [[("train-0/0", 1)]]
     log.control.put("policy", [make.policy(1, 7)])
     fold.update()
-    assert len(fold.closed_groups("train")) == 1
+    assert len(make.closed_groups(fold)) == 1
 
 
 def test_a_pending_outcome_closes_with_its_first_reward(log: Log, w: Writer) -> None:
@@ -70,11 +70,11 @@ def test_a_pending_outcome_closes_with_its_first_reward(log: Log, w: Writer) -> 
     w.append("rollouts", make.rollout(status="pending", digests=[row["digest"]]))
     w.flush()
     fold = fold_of(log)
-    assert fold.closed_groups("train") == []
+    assert make.closed_groups(fold) == []
     w.append("rewards", make.reward())
     w.flush()
     fold.update()
-    assert len(fold.closed_groups("train")) == 1
+    assert len(make.closed_groups(fold)) == 1
 
 
 def test_the_highest_revision_of_a_reward_wins(log: Log, w: Writer) -> None:
@@ -106,7 +106,7 @@ def test_settled_groups_are_forgotten(log: Log, w: Writer) -> None:
         log.control.put("drop", [make.drop_row(f"train-{k}")], {})
     fold = fold_of(log)
     assert fold.groups == {} and fold._orphans == {}
-    assert fold.low_water_mark() == 50 and fold.settled["train"].above == set()
+    assert fold.settled["train"].low == 50 and fold.settled["train"].above == set()
 
 
 def test_ordinals_keep_a_low_water_mark_and_exceptions() -> None:

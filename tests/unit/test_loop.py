@@ -49,7 +49,7 @@ def test_waiting_trains_the_lengths_that_were_issued(tmp_path: Path, policy: str
     conf = config("algo.max_lag=1", f"algo.lag={policy}", "run.steps=1000")
     found = simulate(tmp_path / "log", conf, 25, slow=0.1)
     log, fold = found.run.log, found.run.fold
-    settled = fold.low_water_mark()
+    settled = fold.settled["train"].low
     assert settled > 12
     issued = [n for r, n in found.players.lengths.items() if _ordinal(r) < settled]
     within = f"cast(split_part(plans.group_id, '-', 2) as int) < {settled}"
@@ -99,7 +99,7 @@ def test_from_an_earlier_step_the_future_is_invisible_and_nothing_is_skipped(
     versions = log.sql("select distinct unnest(version_runs) as run from segments").fetchall()
     shown = {(r[0]["epoch"], r[0]["version"]) for r in versions}
     assert not shown & {(1, v) for v in range(3, 7)}
-    assert second.fold.low_water_mark() >= 20, "old groups first"
+    assert second.fold.settled["train"].low >= 20, "old groups first"
     with pytest.raises(ConfigError, match="--from 9: this lineage has the steps 0 to 6"):
         cut(log.records(), Start(from_step=9))
 

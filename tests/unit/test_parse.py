@@ -86,6 +86,9 @@ def test_without_parallel_calls_the_first_one_counts() -> None:
 def test_calls_that_were_not_offered_stay_text(request_: ChatRequest) -> None:
     answer = parse(parser("hermes", None), CALL, request_)
     assert answer.tool_calls == () and answer.content == CALL
+    streamed = "so it ended"  # special tokens among the others are no text, as in the stream
+    ids = chats.own_tokenizer().encode("so <|endoftext|>it<think> ended").ids
+    assert parser("hermes", None).parse(ids, streamed, request_).content == streamed
 
 
 @pytest.mark.parametrize("tools", ["hermes", "qwen3_coder"])

@@ -21,7 +21,7 @@ def config(*overrides: str) -> Config:
 def planned(log: Log, step: int = 1, conf: Config | None = None) -> Any:
     fold = Fold(log.tail(streams=STREAMS, columns=COLUMNS))
     fold.update()
-    (group,) = fold.closed_groups("train")
+    (group,) = make.closed_groups(fold)
     return plan_group(fold, group, step, conf or config())
 
 
@@ -180,7 +180,7 @@ def test_a_pending_rollout_closes_its_group_with_its_first_reward(log: Log, w: W
     w.flush()
     fold = Fold(log.tail(streams=STREAMS, columns=COLUMNS))
     fold.update()
-    assert fold.closed_groups("train") == []
+    assert make.closed_groups(fold) == []
     w.append("rewards", make.reward("train-0/1", 1.0))
     w.flush()
     rows = planned(log)

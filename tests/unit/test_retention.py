@@ -193,7 +193,7 @@ def test_a_retired_log_goes_on(log: Log) -> None:
     retire(log, now=NOW, dry_run=False)
     fold = Fold(log.tail(streams=STREAMS, columns=COLUMNS))
     fold.update()
-    assert [g.group_id for g in fold.closed_groups("train")] == ["train-1", "train-2"]
+    assert [g.group_id for g in make.closed_groups(fold)] == ["train-1", "train-2"]
     record = make.open_epoch(log)
     assert record.rows[0]["closed"] == [{"writer": w.name, "last_seq": 12}]
     compact(log, everything=True)

@@ -6,10 +6,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import factories as make
-import forge
 import numpy as np
 import pytest
 
+import molt.recipes
+from molt.config import load
+from molt.offline import group_advantages
 from molt.replay.replay import compare
 from molt.replay.retrain import n_steps, passes_over
 from molt.replay.select import select
@@ -19,11 +21,6 @@ from molt.schemas.records import Ref
 from molt.store import Log
 
 REWARD = {"weights": {"score": 2.0}}
-
-
-@pytest.fixture(scope="module")
-def honest(tmp_path_factory: pytest.TempPathFactory) -> Log:
-    return forge.honest_log(tmp_path_factory.mktemp("honest") / "log")
 
 
 def chosen(log: Log, where: str, **reward: Any) -> dict[str, str]:
@@ -58,16 +55,18 @@ def test_rows_are_addressed_and_digested_as_online(honest: Log) -> None:
 
 def test_the_newest_revision_and_the_turns_count(log: Log) -> None:
     with log.writer(linger_s=60) as w:
-        w.append("prompts", make.prompt(0, n=3))
-        for i in range(3):
+        w.append("prompts", make.prompt(0, n=4))
+        for i in range(4):
             make.append_rollout(w, f"train-0/{i}", value=1.0)
         w.append("rewards", make.reward("train-0/0", 5.0, revision=1))
         w.append("rewards", make.reward("train-0/1", 0.5, segment=0, name="turn"))
         w.append("rewards", make.reward("train-0/2", None, name="judge"))
+        w.append("rewards", make.reward("train-0/3", None, name="judge"))
+        w.append("rewards", make.reward("train-0/3", 0.5, name="judge", revision=1))
     rewards = {r["rollout_id"]: r["reward"] for r in select([log], "true", {}).groups[0]}
-    assert rewards == {"train-0/0": 5.0, "train-0/1": 1.0}, "train-0/2 cannot be scored"
+    assert rewards == {"train-0/0": 5.0, "train-0/1": 1.0, "train-0/3": 1.5}, "2 has no score"
     (group,) = select([log], "true", {"sum_turns": True, "weights": {"turn": 10.0}}).groups
-    assert [r["reward"] for r in group] == [5.0, 6.0]
+    assert [r["reward"] for r in group] == [5.0, 6.0, 1.5]
     assert len(group[1]["reward_refs"]) == 2
 
 
@@ -120,6 +119,17 @@ def test_each_group_once_per_pass_in_a_seeded_order() -> None:
     assert [r["group_id"] for r in plan(2)[1]] == taken[1], "a function of the step"
     other = passes_over(groups, 3, {"seed": 6}, lambda rows: rows)
     assert [r["group_id"] for r in other(1)[1]] != taken[0]
+
+
+def test_groups_of_two_logs_with_one_name_have_two_baselines(honest: Log) -> None:
+    """Both logs have a train-2, with rewards 4.0 and 0.0 and here twice as much."""
+    config = load(Path(molt.recipes.__file__).parent / "demo.toml")
+    rows = []
+    for found in (select([honest], "ordinal = 2", REWARD), select([honest] * 2, "true", REWARD)):
+        rows += [r for g in found.groups for r in g if r["group_id"] == "train-2"]
+    (a, b), (c, d) = rows[:2], [{**r, "reward": 2 * r["reward"]} for r in rows[4:]]
+    found = group_advantages([a, c, b, d], config)
+    assert [r["advantage"] for r in found] == [2.0, 4.0, -2.0, -4.0]
 
 
 def test_addresses_into_other_logs(honest: Log, tmp_path: Path) -> None:

@@ -54,7 +54,6 @@ def play(log: Log, use: Use, *texts: str, tools: str | None = None) -> tuple[Any
             sampling=Sampling(max_tokens=400),
             window=4096,
             partial_tokens=1000,
-            parses=(tools is not None, False),
         )
         a = Assignment(
             group_id="train-0", rollout_id="train-0/0", attempt=0, purpose="train", prompt={}

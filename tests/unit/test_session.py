@@ -160,12 +160,12 @@ def test_a_late_reward_closes_and_a_relabel_replaces(log: Log, w: Writer) -> Non
     w.flush()
     fold = Fold(log.tail(streams=STREAMS, columns=COLUMNS))
     fold.update()
-    assert fold.closed_groups("train") == []
+    assert make.closed_groups(fold) == []
     with pytest.raises(SegmentRejected, match="is nan"):
         relabel(log, "train-0/0", 0, "reward", float("nan"), 0, "human")
     first = relabel(log, "train-0/0", 0, "reward", 0.25, 0, "human")
     fold.update()
-    (group,) = fold.closed_groups("train")
+    (group,) = make.closed_groups(fold)
     better = relabel(log, "train-0/0", 0, "reward", 1.0, 1, "human")
     relabel(log, "train-0/0", 0, "reward", 0.25, 0, "again")
     fold.update()

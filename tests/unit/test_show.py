@@ -14,7 +14,8 @@ from molt.store import Log
 class Letters:
     """A tokenizer whose tokens are letters; token 0 decodes to nothing."""
 
-    def decode(self, ids) -> str:
+    def decode(self, ids, skip_special_tokens=True) -> str:
+        assert not skip_special_tokens, "they are shown, too"
         return "".join(chr(ord("a") + i) for i in ids if i)
 
 

@@ -4,7 +4,8 @@ import factories as make
 import pytest
 
 from molt.schemas.errors import LogCorrupt, LogGap
-from molt.store import Log
+from molt.store import Log, control
+from molt.store.files import STORE
 from molt.store.reader import BUCKET, commit_path, find_commit, parse_name, writer_names
 
 
@@ -42,6 +43,29 @@ def test_records_come_with_the_data_and_before_it(tiny: Log) -> None:
     records, commits = tiny.tail().poll()
     assert [r.n for r in records] == list(range(len(records)))
     assert {c.stream for c in commits} == {"prompts", "segments", "rewards", "rollouts"}
+
+
+@pytest.mark.parametrize("changes", [True, False])
+def test_an_unchanged_control_log_is_not_listed(
+    log: Log, changes: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where a folder does not say that it changed, a record comes late but it comes."""
+    if not changes:
+        monkeypatch.setattr(type(STORE), "identity", lambda *_: (0, 0, 0))
+    listed = []
+    real = control.control_numbers
+    monkeypatch.setattr(control, "control_numbers", lambda *a: listed.append(a) or real(*a))
+    clock = Clock()
+    tail = log.tail(clock=clock)
+    for clock.now in (0.0, 1.0, 3.0, 4.0, 5.0):
+        tail.poll()
+    assert len(listed) == 3  # twice while it might still change unseen, and once to be believed
+    n = log.control.put("drop", [make.drop_row("train-0")], {})
+    late = 0.0 if changes else control.LISTED_S_MAX
+    found = []
+    for clock.now in (5.0, 5.0 + late):
+        found += [(r.n, clock.now) for r in tail.poll()[0]]
+    assert found == [(n, 5.0 + late)]
 
 
 def test_only_asked_streams_and_columns_are_decoded(tiny: Log) -> None:

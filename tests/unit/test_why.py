@@ -13,11 +13,6 @@ from molt.schemas.errors import ConfigError
 from molt.store import Log
 
 
-@pytest.fixture(scope="module")
-def honest(tmp_path_factory: pytest.TempPathFactory) -> Log:
-    return forge.honest_log(tmp_path_factory.mktemp("why") / "log")
-
-
 def verdict(log: Log, rollout_id: str) -> str:
     return str(why(log, rollout_id)["verdict"])
 
