@@ -66,14 +66,14 @@ class Train:
             )
         self.family: list[psutil.Process] = []
 
-    def wait(self, limit_s: float = 240) -> int:
+    def wait(self, limit_s: float = 500) -> int:
         """The exit status; everything that was started is gone afterwards."""
         try:
             return self.process.wait(limit_s)
         finally:
             self.end()
 
-    def wait_for(self, kind: str, count: int, limit_s: float = 240) -> None:
+    def wait_for(self, kind: str, count: int, limit_s: float = 500) -> None:
         """Until the control log holds `count` records of a kind (the file names are watched)."""
         from molt.store.control import read_records
 
