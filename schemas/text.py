@@ -43,16 +43,16 @@ def canonical_json(value: Any) -> str:
 
 
 def difference(old: Mapping[str, Any], new: Mapping[str, Any], where: str = "") -> dict[str, Any]:
-    """Keys of two JSON trees whose values differ, None where there is no such key.
+    """Keys of two JSON trees whose values differ; None where there is no such key or section.
 
     >>> difference({"train": {"lr": 1.0, "betas": [0.9]}}, {"train": {"lr": 2.0, "betas": (0.9,)}})
     {'train.lr': (1.0, 2.0)}
     """
     found: dict[str, Any] = {}
     for key in sorted(old.keys() | new.keys()):
-        a, b = (list(v) if isinstance(v, tuple) else v for v in (old.get(key), new.get(key)))
-        if isinstance(a, dict) and isinstance(b, dict):
-            found |= difference(a, b, f"{where}{key}.")
-        elif a != b:
+        a, b = old.get(key), new.get(key)
+        if {type(a), type(b)} <= {dict, type(None)}:
+            found |= difference(a or {}, b or {}, f"{where}{key}.")
+        elif a != b and not (isinstance(a, list | tuple) and b in ([*a], (*a,))):
             found[where + key] = (a, b)
     return found

@@ -16,9 +16,10 @@ from typing import Any
 import pytest
 from simulation import Simulation, config
 
-from molt import checkpoints, recovery
+from molt import recovery
 from molt.config import Config, to_dict
 from molt.publish import Gap, Published
+from molt.replay import folders
 from molt.schemas.text import canonical_json
 from molt.store import Log, control
 from molt.store.compact import compact
@@ -173,7 +174,7 @@ def drive(
     with pytest.MonkeyPatch.context() as patch:
         if deadly is not None:
             patch.setattr(control, "STORE", DeadlyStore(deadly))
-            patch.setattr(checkpoints, "publish", deadly.wrap(checkpoints.publish))
+            patch.setattr(folders, "publish", deadly.wrap(folders.publish))
         driver = Driver(path, conf, trainer)
         asyncio.run(driver.go(steps))
 
@@ -246,7 +247,7 @@ def test_a_checkpoint_that_dies_half_written_is_passed_over(
 
     with monkeypatch.context() as patch, pytest.raises(Death):
         patch.setattr(trainer, "save", half)
-        patch.setattr(checkpoints, "_remove", lambda folder: None)  # the dead clean up nothing
+        patch.setattr(folders, "_remove", lambda folder: None)  # the dead clean up nothing
         drive(path, model, trainer, STEPS)
     assert [f.name for f in (path / "checkpoints").iterdir()] == ["1-2"]
     drive(path, model, trainer, STEPS)

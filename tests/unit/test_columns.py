@@ -93,8 +93,8 @@ def test_the_escape_character_itself_is_escaped(text: str) -> None:
 
 def test_difference_names_changed_keys_only() -> None:
     old = {"train": {"lr": 1.0, "betas": [0.9, 0.95]}, "model": "a"}
-    new = {"train": {"lr": 2.0, "betas": (0.9, 0.95)}, "model": "a", "more": 1}
-    assert difference(old, new) == {"train.lr": (1.0, 2.0), "more": (None, 1)}
+    new = {"train": {"lr": 2.0, "betas": (0.9, 0.95)}, "model": "a", "more": {"k": 1}}
+    assert difference(old, new) == {"train.lr": (1.0, 2.0), "more.k": (None, 1)}
 
 
 def test_canonical_json_is_one_text_per_value_and_refuses_nan() -> None:
