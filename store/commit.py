@@ -89,8 +89,7 @@ def _file(
     table: pa.Table, schema: pa.Schema, codec: pa.Codec | None, meta: Mapping[str, str]
 ) -> memoryview:
     sink = pa.BufferOutputStream()
-    # Most buffers are too small to be worth a thread, and the one large one is one task.
-    options = pa.ipc.IpcWriteOptions(compression=codec, use_threads=False)
+    options = pa.ipc.IpcWriteOptions(compression=codec)
     with pa.ipc.new_file(sink, schema, options=options, metadata=meta) as out:
         out.write_table(table.combine_chunks())
     return memoryview(sink.getvalue()).cast("B")
@@ -159,7 +158,7 @@ def _parse(raw: bytes | memoryview, columns: list[str] | None) -> tuple[dict[str
     if columns is not None:
         names = reader.schema.names
         picked = [names.index(c) for c in columns if c in names]
-        options = pa.ipc.IpcReadOptions(included_fields=picked, use_threads=False)
+        options = pa.ipc.IpcReadOptions(included_fields=picked)
         reader = pa.ipc.open_file(source, options=options)
     table = reader.read_all()
     table.validate(full=True)

@@ -149,8 +149,10 @@ def script(name: str, report: Report) -> None:
     """In a process of its own; what it prints is its part, and a failure is said in its place."""
     command = [sys.executable, HERE / f"{name}.py"]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
-    failed = f"\nended with exit status {done.returncode}" if done.returncode else ""
-    report.add(f"{name}.py", f"```\n{done.stdout.strip()}{failed}\n```\n")
+    text = done.stdout.strip()
+    body = text.replace("\n#", "\n##") if text.startswith("#") else f"```\n{text}\n```"
+    failed = f"\n\nEnded with exit status {done.returncode}." if done.returncode else ""
+    report.add(f"{name}.py", f"{body.removeprefix('# ')}{failed}\n")
 
 
 if __name__ == "__main__":
