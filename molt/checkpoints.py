@@ -7,7 +7,8 @@ from molt.replay import folders
 from molt.replay.redo import same_weights, sketch_of
 from molt.replay.replay import History
 from molt.schemas.columns import Row
-from molt.schemas.errors import RecoveryError, TrainerError
+from molt.schemas.errors import Fenced, RecoveryError, TrainerError
+from molt.store.control import control_numbers
 
 if TYPE_CHECKING:
     from molt.loop import Run
@@ -55,13 +56,20 @@ async def load(
 async def save(run: "Run", metric: float | None) -> None:
     """Write the checkpoint of `run.step`: files fsynced by every rank, marker, record, pruning.
 
-    `metric` decides which one is the best. On an error (a full disk) nothing of it stays.
+    `metric` decides which one is the best. On an error (a full disk) nothing of it stays. Raises
+    Fenced if another driver has taken over meanwhile: it sweeps away what is not complete.
     """
-    log = run.log.path
-    with folders.new_folder(log, run.epoch, run.step) as path:
-        files = await run.cluster.on_trainers("save", str(log / path))
-        run.log.control.put(
-            "checkpoint", [folders.seal(log, path, files, run.state_digest, metric)]
-        )
+    log, control = run.log.path, run.log.control
+    try:
+        with folders.new_folder(log, run.epoch, run.step) as path:
+            files = await run.cluster.on_trainers("save", str(log / path))
+            control.put("checkpoint", [folders.seal(log, path, files, run.state_digest, metric)])
+    except (OSError, TrainerError) as error:
+        if control_numbers(log, control.next_n):
+            raise Fenced(
+                f"epoch {run.epoch} lost this log in the middle of a checkpoint. Another driver "
+                "has taken over; this one stops and changes nothing"
+            ) from error
+        raise
     run.fold.update()
     folders.prune(log, run.fold.checkpoints, run.config.checkpoint.keep)

@@ -25,7 +25,7 @@ from molt.config import Config
 from molt.data import Prompts
 from molt.issuing import Issuer, heldout
 from molt.metrics import Meter, at_path, plan_metrics, rollout_metrics
-from molt.planning import Drop, oldest_version, plan_group, plan_header, progress
+from molt.planning import Drop, finished, oldest_version, plan_group, plan_header, progress
 from molt.publish import Published, Publisher
 from molt.recovery import Start
 from molt.replay.lag import holds_back
@@ -215,8 +215,7 @@ class Run:
             )
 
     def _outcomes(self, group: Group) -> list[Row]:
-        found = (self.fold.finished(group, r) for r in group.rollout_ids())
-        return [a.outcome for a in found if a is not None and a.outcome is not None]
+        return [a.outcome for a in finished(self.fold, group) if a.outcome is not None]
 
     async def train(self, plan: int) -> None:
         """Execute a durable plan, record the step, and checkpoint when it is due."""

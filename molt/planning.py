@@ -58,10 +58,16 @@ def lag_max(attempt: Attempt, step: int) -> int | None:
     return (step - 1) - min(versions) if versions else None
 
 
+def finished(fold: Fold, group: Group) -> list[Attempt]:
+    """The attempts that count, of the group's rollouts that are finished."""
+    found = (fold.finished(group, rollout_id) for rollout_id in group.rollout_ids())
+    return [attempt for attempt in found if attempt is not None]
+
+
 def oldest_version(fold: Fold, group: Group, default: int) -> int:
     """The oldest version that sampled a token of a finished rollout of this group."""
-    finished = [a for r in group.rollout_ids() if (a := fold.finished(group, r)) is not None]
-    return min((v.version for a in finished for v in a.versions()), default=default)
+    versions = (v.version for a in finished(fold, group) for v in a.versions())
+    return min(versions, default=default)
 
 
 def progress(fold: Fold, group: Group, max_tokens: int) -> float:
@@ -77,7 +83,7 @@ def progress(fold: Fold, group: Group, max_tokens: int) -> float:
 
 def plan_group(fold: Fold, group: Group, step: int, config: Config) -> list[PlanRow] | Drop:
     """The plan rows of a closed group, or the one drop that settles it."""
-    attempts = [a for r in group.rollout_ids() if (a := fold.finished(group, r)) is not None]
+    attempts = finished(fold, group)
     assert len(attempts) == group.n, f"{group.group_id} is not closed"
     scored = [reward_of(a, config.reward) for a in attempts]
     rewards = [

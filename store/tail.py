@@ -73,6 +73,8 @@ class Tail:
         self._renew_at = 0.0
         self.commits_max, self.more = commits_max, False
         """`more`: the last poll ended at `commits_max`, another one goes on at once."""
+        self._next = ""
+        """The writer at which it goes on: a thousand others are not listed again for each poll."""
         self.streams = None if streams is None else frozenset(streams)
         self.columns = dict(columns or {})
         self.skip_retired = skip_retired
@@ -119,11 +121,18 @@ class Tail:
             self._renew_at = self.clock() + self.register_s / 10
         records = self._poll_control()
         commits: list[Commit] = []
-        self._cold, self.more = None, False
-        for writer in writer_names(self.log):
+        names = writer_names(self.log)
+        if self._next in names:
+            first = names.index(self._next)
+            names = names[first:] + names[:first]
+        self._cold, self.more, self._next = None, False, ""
+        for writer in names:
             cursor = self._cursors.setdefault(writer, _Cursor())
             if not cursor.done:
                 self._poll_writer(writer, cursor, commits)
+            if self.more:
+                self._next = writer
+                break
         return records, self._still_visible(commits)
 
     def _still_visible(self, commits: list[Commit]) -> list[Commit]:

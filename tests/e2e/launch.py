@@ -66,14 +66,14 @@ class Train:
             )
         self.family: list[psutil.Process] = []
 
-    def wait(self, limit_s: float = 240) -> int:
+    def wait(self, limit_s: float = 500) -> int:
         """The exit status; everything that was started is gone afterwards."""
         try:
             return self.process.wait(limit_s)
         finally:
             self.end()
 
-    def wait_for(self, kind: str, count: int, limit_s: float = 240) -> None:
+    def wait_for(self, kind: str, count: int, limit_s: float = 500) -> None:
         """Until the control log holds `count` records of a kind (the file names are watched)."""
         from molt.store.control import read_records
 
@@ -87,8 +87,13 @@ class Train:
                 seen = len(files)
                 if sum(r.kind == kind for r in read_records(self.log)) >= count:
                     return
-            psutil.wait_procs([psutil.Process(self.process.pid)], timeout=0.05)
+            self.pause(0.05)
         raise AssertionError(f"no {count} '{kind}' records in {limit_s} s: {self.text()[-3000:]}")
+
+    def pause(self, seconds: float) -> None:
+        """So long, or until the command ends."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(seconds)
 
     def remember(self) -> None:
         """Processes of this run, so that they can be ended even after their parent is gone."""
@@ -119,16 +124,34 @@ class Train:
             self.process.wait()
         # Ray's own two agents look for their raylet once a minute only.
         late = [p for p in self.family if p.is_running() and p.name().endswith("Agent")]
-        _, alive = psutil.wait_procs([p for p in self.family if p not in late], timeout=grace_s)
+        alive = wait_gone([p for p in self.family if p not in late], grace_s)
         for p in late:
             with contextlib.suppress(psutil.NoSuchProcess):
                 p.kill()
         for p in alive:
-            p.kill()
+            with contextlib.suppress(psutil.NoSuchProcess):
+                p.kill()
         return [p.pid for p in alive]
 
     def text(self) -> str:
         return self.output.read_text(errors="replace")
+
+
+def wait_gone(processes: Sequence[psutil.Process], limit_s: float) -> list[psutil.Process]:
+    """Those that still live then (psutil's own wait fails if a pid vanishes meanwhile)."""
+    deadline = time.monotonic() + limit_s
+    while alive := [p for p in processes if lives(p)]:
+        if time.monotonic() > deadline:
+            break
+        time.sleep(0.05)
+    return alive
+
+
+def lives(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def molt(*arguments: str) -> subprocess.CompletedProcess[str]:

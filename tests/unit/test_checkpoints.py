@@ -14,7 +14,7 @@ from rich.console import Console
 
 from molt import checkpoints
 from molt.replay.folders import sweep
-from molt.schemas.errors import TrainerError
+from molt.schemas.errors import Fenced, TrainerError
 from molt.screen import Screen
 from molt.store import Log
 from molt.store.fold import COLUMNS, STREAMS, Fold
@@ -82,6 +82,23 @@ def test_a_full_disk_leaves_nothing_half_written(log: Log) -> None:
     run.cluster.full = False
     save(run, 2)
     assert folders(log) == {"1-1", "1-2"} and len(run.fold.checkpoints) == 2
+
+
+def test_a_driver_that_lost_its_log_in_a_checkpoint_is_fenced(log: Log) -> None:
+    """It slept while another one took over and swept the folder that it was writing."""
+    run = run_of(log)
+    write = run.cluster.on_trainers
+
+    async def sleep(method: str, folder: str) -> Any:
+        files = await write(method, folder)
+        make.open_epoch(Log.open(log.path))
+        assert sweep(log.path, set()) == ["1-1"]
+        return files
+
+    run.cluster.on_trainers = sleep
+    with pytest.raises(Fenced, match="Another driver has taken over"):
+        save(run, 1)
+    assert folders(log) == set()
 
 
 def test_what_a_crash_left_behind_is_swept(log: Log) -> None:
