@@ -10,6 +10,7 @@ Suffixes: T tokens of a row, R logit rows, V vocabulary, N targets.
 import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     fully_shard,
 )
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from molt.cpu import automodel_on_cpu
 from molt.schemas.errors import ConfigError, TrainerError
@@ -180,6 +182,23 @@ class ShardedModel:
 
     def _fsdp_modules(self) -> list[FSDPModule]:
         return [module for module in self.module.modules() if isinstance(module, FSDPModule)]
+
+
+def join_ranks(init_method: str, rank: int, world_size: int) -> None:
+    """Form the process group of all ranks: gloo, and NCCL where there are GPUs. Collective."""
+    on_cuda = torch.cuda.is_available()
+    if on_cuda:
+        torch.cuda.set_device(rank % torch.cuda.device_count())
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if on_cuda else "gloo",
+        init_method=init_method,
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(minutes=30),
+    )
+    # Torch's cache of sharded operations outlives a process group, with this process's place in
+    # it: after another trainer here, at another rank, tensors would be split the wrong way.
+    _clear_sharding_prop_cache()
 
 
 def build(options: ModelOptions, world_size: int) -> ShardedModel:

@@ -12,14 +12,12 @@ import contextlib
 import hashlib
 import time
 from collections.abc import Iterator, Sequence
-from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from molt import digests
 from molt.process import redirect_output
@@ -29,7 +27,7 @@ from molt.train.algo import LOSSES, LossInputs, LossOptions
 from molt.train.batch import Batch, make_batch, mini_batches
 from molt.train.digest import local_shard, shard_offset, sketch, state_digest
 from molt.train.metrics import Tally
-from molt.train.model import ModelOptions, ShardedModel, build
+from molt.train.model import ModelOptions, ShardedModel, build, join_ranks
 from molt.train.packing import Recorded, Row, Wanted, idle_row, pack
 from molt.train.routing import RoutingReplay, RoutingTally
 from molt.train.settings import ENVIRONMENT, StepResult, TrainerSettings
@@ -82,18 +80,7 @@ class Trainer:
         """
         started = time.perf_counter()
         torch.set_num_threads(self.settings.threads)
-        if torch.cuda.is_available():
-            torch.cuda.set_device(self.rank % torch.cuda.device_count())
-        dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo",
-            init_method=self._init_method,
-            rank=self.rank,
-            world_size=self.world_size,
-            timeout=timedelta(minutes=30),
-        )
-        # Torch's cache of sharded operations outlives a process group, with this process's place in
-        # it: after another trainer here, at another rank, tensors would be split the wrong way.
-        _clear_sharding_prop_cache()
+        join_ranks(self._init_method, self.rank, self.world_size)
         options = {name: getattr(self.settings, name) for name in ModelOptions.__slots__}
         self.model: ShardedModel = build(ModelOptions(**options), self.world_size)
         if self.settings.routing != "off":
