@@ -77,7 +77,7 @@ class _Fit(NamedTuple):
 
 
 class Capture:
-    """The turns of one rollout. Not thread-safe; `place` changes nothing, `accept` does."""
+    """The turns of one rollout. Not thread-safe; `accept` records a turn, `place` none."""
 
     def __init__(self, renderer: Renderer, now: datetime.datetime | None = None) -> None:
         self.renderer = renderer
@@ -86,6 +86,8 @@ class Capture:
         self.forks: Counter[str] = Counter()
         """Accepted answers that did not simply extend the rollout, by reason."""
         self._roots: list[Turn] = []
+        self._last: tuple[Messages, Messages] = ([], [])
+        """The messages of the last request as they came, and with tool results in call order."""
         self._mark = f"molt{secrets.token_hex(8)}"  # no client can guess it and forge an end
         self._n_marks = 0
         self._with_calls = False
@@ -94,13 +96,7 @@ class Capture:
 
     def place(self, request: ChatRequest) -> Placement:
         """Where `request` continues; TemplateError if its messages cannot be rendered."""
-        wrong = [i for i, m in enumerate(request.messages) if not well_formed(m)]
-        if wrong or not request.messages:
-            raise TemplateError(
-                f"messages {wrong} of {len(request.messages)}: each needs a role, its tool calls a "
-                "function each, and a request at least one message"
-            )
-        messages = in_call_order(request.messages)
+        messages = self._ordered(request.messages)
         found = find_turn(self._roots, messages)
         after, rewritten = found.turn, None
         while True:
@@ -136,6 +132,24 @@ class Capture:
                 n_checked=fits.n_checked,
             ),
         )
+
+    def _ordered(self, given: Messages) -> Messages:
+        """The messages with tool results in call order; TemplateError if one is none.
+
+        What the request before had looked through is not looked through again.
+        """
+        known, ordered = self._last
+        n = len(known) if given[: len(known)] == known else 0
+        wrong = [i for i, m in enumerate(given[n:], n) if not well_formed(m)]
+        if wrong or not given:
+            raise TemplateError(
+                f"messages {wrong} of {len(given)}: each needs a role, its tool calls a "
+                "function each, and a request at least one message"
+            )
+        while 0 < n < len(given) and given[n]["role"] == "tool":
+            n -= 1  # results of one message are ordered together
+        self._last = [*given], ordered[:n] + in_call_order(given[n:])
+        return self._last[1]
 
     def accept(
         self,

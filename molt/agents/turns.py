@@ -95,17 +95,21 @@ class Found:
 def find_turn(roots: Sequence[Turn], messages: Messages) -> Found:
     """The longest match over all turns; of equal ones that with most thoughts, then the latest."""
     best: Turn | None = None
-    rank, why = (0, 0), (0, 0, "new_conversation")
+    rank = (0, 0)
+    left: list[tuple[int, int, bool]] = []
     stack = [(turn, 0, 0) for turn in roots]
     while stack:
         turn, at, n_strange = stack.pop()
-        end = at
-        for known, given in zip(turn.prompt.messages, messages[at:], strict=False):
-            if not same(known, given):
-                break
-            end += 1
-        all_known = end - at == len(turn.prompt.messages)
-        why = max(why, _departure(at, end, all_known, messages))
+        end = at + len(turn.prompt.messages)
+        all_known = messages[at:end] == turn.prompt.messages
+        if not all_known:
+            end = at
+            for known, given in zip(turn.prompt.messages, messages[at:], strict=False):
+                if not same(known, given):
+                    break
+                end += 1
+            all_known = end - at == len(turn.prompt.messages)
+        left.append((end, at, all_known))
         if not all_known or end == len(messages):
             continue
         echo = messages[end]
@@ -129,22 +133,25 @@ def find_turn(roots: Sequence[Turn], messages: Messages) -> Found:
         if echo != turn.reply and (now := _reasoning(echo)) != _reasoning(turn.reply):
             strange[turn] = "edited_reply" if now else "reasoning_left_out"
         at += 1
-    return Found(turn=best, thoughts=thoughts, strange=strange, why=why[2])
+    furthest = max(left, default=(0, 0, False))[0]
+    whys = (_departure(at, end, all_, messages) for end, at, all_ in left if end == furthest)
+    _, why = max(whys, default=(0, "new_conversation"))
+    return Found(turn=best, thoughts=thoughts, strange=strange, why=why)
 
 
-def _departure(at: int, end: int, all_known: bool, messages: Messages) -> tuple[int, int, str]:
-    """(messages in common, rank, reason) of a request that leaves a turn's conversation there.
+def _departure(at: int, end: int, all_known: bool, messages: Messages) -> tuple[int, str]:
+    """(rank, reason) of a request that leaves a turn's conversation after `end` messages.
 
     The turn's own messages begin at `at`; `all_known`: the request repeats every one of them.
     """
     if all_known and end == len(messages):
-        return end, 3, "resampled"
+        return 3, "resampled"
     if all_known:
         edited = messages[end]["role"] == "assistant"
-        return end, 2, "edited_reply" if edited else "rewritten_history"
+        return 2, "edited_reply" if edited else "rewritten_history"
     if all(m["role"] in ("system", "developer") for m in messages[:end]):
-        return end, 0, "new_conversation"
-    return end, 1, "branched" if end == at else "rewritten_history"
+        return 0, "new_conversation"
+    return 1, "branched" if end == at else "rewritten_history"
 
 
 def well_formed(message: Any) -> bool:
