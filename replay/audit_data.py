@@ -6,6 +6,7 @@ settled; of everything else 24 bytes per row stay, to find rows that two writers
 """
 
 import heapq
+import json
 from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -23,6 +24,7 @@ from molt.schemas.check import (
     check_enums,
     check_routing_shape,
     check_segment,
+    routing_sum,
 )
 from molt.schemas.columns import Row, row_name, to_rows
 from molt.schemas.errors import MoltError, SegmentRejected
@@ -77,6 +79,8 @@ class Attempt:
     segments: dict[int, Seen] = field(default_factory=dict)
     outcome: Row | None = None
     in_lineage: bool = True
+    routing: int = 0
+    """Sum over its routing rows, as the outcome should name it."""
     later: list[tuple[CommitFile, int]] = field(default_factory=list)
     """Rows whose parent had not been read yet: another writer has it."""
 
@@ -223,8 +227,9 @@ class DataPass:
     def _routing(self, commit: Commit, row: Row) -> None:
         metadata = commit.table.schema.metadata or {}
         shape = {k.decode(): v.decode() for k, v in metadata.items()}
-        attempt = self.attempts.get((row["rollout_id"], row["attempt"]))
-        seen = attempt.segments.get(row["segment"]) if attempt else None
+        attempt = self.attempts.setdefault((row["rollout_id"], row["attempt"]), Attempt())
+        attempt.routing += routing_sum([(row["segment"], row["start"], row["row_xxh3"])])
+        seen = attempt.segments.get(row["segment"])
         check_routing_shape(row, shape, seen.n_chain if seen else None)
 
     def _close(self, who: Who) -> None:
@@ -250,6 +255,10 @@ class DataPass:
         n_sampled = sum(s.n_sampled for s in segments.values())
         what = f"{who[0]} attempt {who[1]}: sampled tokens"
         self.report.differ("I1", what, outcome["counts"]["sampled"], n_sampled, **named)
+        named_sum = json.loads(outcome["metrics"]).get("routing_sum")
+        if named_sum is not None and not self.any_retired:
+            what, total = f"{who[0]} attempt {who[1]}: routing of its segments", attempt.routing
+            self.report.differ("I3", what, named_sum, f"{total % (1 << 64):016x}", **named)
         purpose, _, ordinal = outcome["group_id"].rpartition("-")
         self.played.setdefault(purpose, Ordinals()).add(int(ordinal))
         if attempt.in_lineage and (0, outcome["group_id"]) not in self.facts.settled:

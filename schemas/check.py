@@ -7,7 +7,7 @@ and both values. `check_row` is the one entry: schema first, then the stream's o
 import hashlib
 import math
 import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -272,6 +272,18 @@ def repeated_rows(experts_NLK: np.ndarray) -> int:
     changes = (experts_NLK[1:] != experts_NLK[:-1]).any((1, 2))
     edges = np.flatnonzero(np.concatenate([[True], changes, [True]]))
     return int(np.diff(edges).max())
+
+
+def routing_sum(rows: Iterable[tuple[int, int, Sequence[int]]]) -> int:
+    """One value for all routing of an attempt: of (segment, start, row_xxh3), in any order.
+
+    The outcome carries it as `metrics.routing_sum`, so that rows of another rollout show.
+    """
+    total = 0
+    for segment, start, hashes in rows:
+        packed = struct.pack("<qq", segment, start) + np.array(hashes, "<u8").tobytes()
+        total += xxhash.xxh3_64_intdigest(packed)
+    return total % (1 << 64)
 
 
 def routing_columns(experts_NLK: np.ndarray, n_experts: int) -> Row:

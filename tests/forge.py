@@ -14,7 +14,13 @@ import factories as make
 import numpy as np
 
 from molt.replay.redo import plan_counts
-from molt.schemas.check import ROOT_DIGEST, chain_digest, segment_digest
+from molt.schemas.check import (
+    ROOT_DIGEST,
+    chain_digest,
+    routing_columns,
+    routing_sum,
+    segment_digest,
+)
 from molt.schemas.columns import to_rows, to_table
 from molt.schemas.control import CONTROL_VERSIONS
 from molt.schemas.streams import VERSIONS, routing_metadata, schema_id
@@ -100,10 +106,13 @@ def play(w: Writer, who: str, version: int, shift: int) -> tuple[list[Any], byte
         runs=[(1, version, 3)],
     )
     tickets = [w.append("segments", row) for row in (root, child)]
-    tickets.append(w.append("routing", make.routing(who, segment=1, start=0, n=12)))
+    experts_NLK = np.argsort(rng.random((12, 2, 8)))[..., :2]
+    experts = make.routing(who, segment=1, start=0) | routing_columns(experts_NLK, 8)
+    tickets.append(w.append("routing", experts))
+    told = {"routing_sum": f"{routing_sum([(1, 0, experts['row_xxh3'])]):016x}"}
     counts = {"sampled": 7, "context": 5, "regenerated": 0}
     outcome = make.rollout(who, digests=[child["digest"]], counts=counts, n_segments=2)
-    w.append("rollouts", outcome)
+    w.append("rollouts", outcome | {"metrics": json.dumps(told)})
     w.flush()
     return [t.result() for t in tickets], chain_digest([child["digest"]])
 

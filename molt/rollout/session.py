@@ -26,7 +26,7 @@ from molt.rollout.growing import Growing, make_segment
 from molt.rollout.resume import Recorded, Row, n_sampled, recorded_pieces
 from molt.rollout.routing import RoutingRuns, routing_rows
 from molt.rollout.types import Assignment, Completion, ended
-from molt.schemas.check import ROOT_DIGEST, chain_digest
+from molt.schemas.check import ROOT_DIGEST, chain_digest, routing_sum
 from molt.schemas.errors import (
     EngineError,
     Fenced,
@@ -164,6 +164,7 @@ class Session:
         self._replies: dict[str, tuple[_Call, int]] = {}
         """By id: the call, and the last segment of its first choice; in order of completion."""
         self._tickets: list[Ticket] = []
+        self._routing_sum = 0
         self._ended = False
 
     # -- calls of the model --------------------------------------------------------------------
@@ -374,6 +375,7 @@ class Session:
             segment=segment,
             n_experts=self.desk.n_experts,
         )
+        self._routing_sum += routing_sum((r.segment, r.start, r.row_xxh3) for r in rows)
         self._tickets += [self.desk.writer.append("routing", row) for row in rows]
 
     # -- rewards and the end -------------------------------------------------------------------
@@ -420,6 +422,9 @@ class Session:
         sampled = sum(s.n_sampled for s in counted.values())
         n_all = sum(s.n_tokens for s in counted.values())
         regenerated = self.counts.pop("regenerated", 0)
+        told = {**(metrics or {}), **self.counts, "forks": self.forks}
+        if self.desk.n_experts:
+            told["routing_sum"] = f"{self._routing_sum % (1 << 64):016x}"
         row = RolloutRow(
             group_id=self.a.group_id,
             rollout_id=self.a.rollout_id,
@@ -434,7 +439,7 @@ class Session:
                 "regenerated": regenerated,
             },
             seconds=time.perf_counter() - self.started,
-            metrics=canonical_json({**self.counts, "forks": self.forks, **(metrics or {})}),
+            metrics=canonical_json(told),
         )
         await asyncio.wrap_future(self.desk.writer.append("rollouts", row))
 

@@ -286,6 +286,22 @@ def test_foreign_routing(honest: Log) -> None:
     assert (row["segment"], row["found"]) == (1, ("train-0/1", 0))
 
 
+def test_exchanged_routing(honest: Log) -> None:
+    """Two rollouts of one shape: each has the other's experts, and every row is whole."""
+    query = "select rollout_id, experts, row_xxh3 from routing where rollout_id like 'train-0/%'"
+    (a, *one), (b, *two) = sorted(honest.sql(query).fetchall())
+    other = {a: two, b: one}
+
+    def change(row: Row) -> Row:
+        experts, hashes = other.get(row["rollout_id"], (row["experts"], row["row_xxh3"]))
+        return {**row, "experts": experts, "row_xxh3": hashes}
+
+    forge.rewrite_all(honest, "routing", change)
+    assert forge.is_sound(honest)
+    for who in other:
+        says(violations(honest), "I3", who, "routing of its segments")
+
+
 def test_routing_that_is_not_there(honest: Log) -> None:
     """The plan names no routing row of one rollout, or one that stops in the middle."""
 
