@@ -15,9 +15,9 @@ import datetime
 import functools
 import signal
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import Any, TypeVar
 
 from molt import checkpoints, recovery, startup
 from molt.cluster import Cluster
@@ -38,6 +38,10 @@ from molt.sinks import Sinks
 from molt.store import Log
 from molt.store.fold import Group
 from molt.store.retention import Upkeep
+
+FOLD_EVERY_S = 0.25
+"""While a step is trained."""
+T = TypeVar("T")
 
 
 async def train(config: Config, screen: Screen, start: Start | None = None) -> Log:
@@ -221,7 +225,7 @@ class Run:
         """Execute a durable plan, record the step, and checkpoint when it is due."""
         step = self.step + 1
         self._phase("training", f"step {step}: training, rollouts go on")
-        outcome = await self.cluster.execute(plan)
+        outcome = await self._meanwhile(self.cluster.execute(plan))
         self.record_step(step, self.log.records(plan)[0].rows, outcome)
         self.step, self.state_digest = step, outcome.state_digest
         if step == self.config.run.steps or step % self.config.checkpoint.every == 0:
@@ -337,6 +341,17 @@ class Run:
         """Wait for rollouts; a run in which nothing finishes is stopped and says who waits."""
         news = await self.issuer.news()
         self.meter.clock.check_stuck(news, self.config.run.stuck_s, self.fold)
+
+    async def _meanwhile(self, work: Awaitable[T]) -> T:
+        """The result of `work`; what rollouts append until then is folded already."""
+        task = asyncio.ensure_future(work)
+        try:
+            while not task.done():
+                await asyncio.wait([task], timeout=FOLD_EVERY_S)
+                self.fold.update()
+            return task.result()
+        finally:
+            task.cancel()
 
     def _phase(self, name: str, text: str) -> None:
         self.meter.clock.start(name)

@@ -4,7 +4,6 @@ A plan of an offline run names rows that other logs hold; nothing is copied. Eac
 once and must be the run that the epoch record names.
 """
 
-from functools import lru_cache
 from typing import Any, Protocol
 
 import numpy as np
@@ -15,11 +14,9 @@ from molt.schemas.errors import LogCorrupt
 from molt.schemas.records import Ref
 from molt.store.control import read_records
 from molt.store.log import Log
-from molt.store.reader import RowReader, find_commit
+from molt.store.reader import RowReader
 
 CACHE_BYTES = 64 << 20
-STREAMS_KEPT = 4096
-"""Commits whose stream is remembered: finding one lists a folder."""
 
 
 class RowSource(Protocol):
@@ -41,9 +38,6 @@ class Sources:
         self._readers: dict[int, RowReader] = {}
         self.commits: set[tuple[int, str, int]] = set()
         """Commits that rows were taken from."""
-        self._stream = lru_cache(STREAMS_KEPT)(
-            lambda index, writer, seq: find_commit(self.log(index).path, writer, seq).stream
-        )
 
     def log(self, index: int) -> Log:
         """The log behind an address; LogCorrupt if it is not listed, or is another run by now."""
@@ -75,7 +69,7 @@ class Sources:
 
     def stream(self, ref: Ref) -> str:
         """The stream of a row's commit; nothing of it is read."""
-        return self._stream(ref.log, ref.writer, ref.seq)
+        return self._reader(ref.log).place(ref.writer, ref.seq).stream
 
     def routing_place(self, ref: Ref) -> tuple[int, int, int] | None:
         return self._reader(ref.log).routing_place(ref)

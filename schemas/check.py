@@ -258,8 +258,10 @@ def repeated_expert(experts_NLK: np.ndarray) -> tuple[int, int] | None:
     for k, choice_NL in enumerate(choices_KNL):  # pairs: a tenth of what sorting takes
         for other_NL in choices_KNL[k + 1 :]:
             bad_NL |= choice_NL == other_NL
-    bad = np.argwhere(bad_NL)
-    return (int(bad[0][0]), int(bad[0][1])) if len(bad) else None
+    if not bad_NL.any():
+        return None
+    row, layer = np.argwhere(bad_NL)[0].tolist()
+    return row, layer
 
 
 def repeated_rows(experts_NLK: np.ndarray) -> int:

@@ -20,7 +20,7 @@ from molt.schemas.text import canonical_json
 from molt.store.appender import RemoteWriter
 from molt.store.control import ControlLog, Record, read_records
 from molt.store.files import STORE, NameTaken, make_dirs
-from molt.store.reader import CONTROL_DIR, RowReader, find_commit
+from molt.store.reader import CONTROL_DIR, RowReader
 from molt.store.tail import Tail
 from molt.store.writer import Writer
 
@@ -114,7 +114,7 @@ class Log:
 
     def stream(self, ref: Ref) -> str:
         """The stream of a row's commit; nothing of it is read."""
-        return find_commit(self.path, ref.writer, ref.seq).stream
+        return self._rows.place(ref.writer, ref.seq).stream
 
     def rows(self, refs: Iterable[Ref]) -> list[dict[str, Any]]:
         return self._rows.rows(refs)

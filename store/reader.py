@@ -26,6 +26,8 @@ from molt.store.ranges import check_positions, read_place, read_range
 
 BUCKET = 1024
 """Commits of one writer per directory."""
+PLACES_KEPT = 1 << 16
+"""Addresses whose file a reader remembers."""
 CONTROL_DIR = "train"
 END = "end"
 COMMIT_NAME = re.compile(r"([0-9]{10})\.([^.]+)\.arrow")
@@ -262,6 +264,21 @@ class RowReader:
         self.bytes_read = 0
         self._cache: OrderedDict[tuple[str, int, tuple[str, ...] | None], pa.Table] = OrderedDict()
         self._cached_bytes = 0
+        self._places: dict[tuple[str, int], CommitFile] = {}
+
+    def place(self, writer: str, seq: int, *, again: bool = False) -> CommitFile:
+        """`find_commit`, remembered: a bucket is listed once for all commits that it holds.
+
+        What was remembered may have moved by now; `again` looks anew.
+        """
+        if again or (writer, seq) not in self._places:
+            if len(self._places) > PLACES_KEPT:
+                self._places.clear()
+            found = {f.seq: f for f in bucket_files(self.log, writer, seq // BUCKET)}
+            self._places.update(((writer, n), f) for n, f in found.items())
+            if seq not in found:
+                self._places[writer, seq] = find_commit(self.log, writer, seq)
+        return self._places[writer, seq]
 
     def row(self, ref: Ref) -> dict[str, Any]:
         return self.rows([ref])[0]
@@ -300,7 +317,7 @@ class RowReader:
         if key in self._cache:
             self._cache.move_to_end(key)
             return self._cache[key]
-        file = find_commit(self.log, writer, seq)
+        file = self.place(writer, seq)
         table = read_commit(file, list(columns) if columns is not None else None).table
         self.bytes_read += table.nbytes
         self._cache[key] = table
@@ -311,7 +328,7 @@ class RowReader:
 
     def routing_place(self, ref: Ref) -> tuple[int, int, int] | None:
         """(segment, start, n) of a routing row, its experts unread; None for another stream's."""
-        file = find_commit(self.log, ref.writer, ref.seq)
+        file = self.place(ref.writer, ref.seq)
         if file.stream != "routing":
             return None
         found = None
@@ -332,7 +349,7 @@ class RowReader:
         """
         for last in (False, True):
             try:
-                file = find_commit(self.log, ref.writer, ref.seq)
+                file = self.place(ref.writer, ref.seq, again=last)
                 where = f"{file.writer}/{file.seq}.{file.stream}"
                 found = None if file.cold else read_range(file.path, where, ref.row, first, end)
                 break

@@ -88,12 +88,13 @@ class RoutingReader:
 
     def _check_ids(self, recorded: Recorded, where: str) -> None:
         """The same as at append: the range, and distinct experts."""
-        known_NLK = recorded.experts_TLK[recorded.known_T]
         positions = np.flatnonzero(recorded.known_T)
-        over = np.argwhere(known_NLK >= self._n_experts)
+        known_NLK = recorded.experts_TLK
+        if len(positions) < len(known_NLK):
+            known_NLK = known_NLK[positions]
         twice = repeated_expert(known_NLK)
-        if len(over):
-            n, layer, k = over[0]
+        if known_NLK.size and known_NLK.max() >= self._n_experts:
+            n, layer, k = np.argwhere(known_NLK >= self._n_experts)[0]
             raise LogCorrupt(
                 f"{where}: token {positions[n]}, MoE layer {layer}: recorded expert "
                 f"{known_NLK[n, layer, k]} of a model with {self._n_experts}"

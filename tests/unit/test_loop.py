@@ -157,6 +157,35 @@ def test_an_evaluation_that_was_broken_off_is_ended(tmp_path: Path) -> None:
     assert log.sql(ended).fetchall() == [(n,)]
 
 
+def test_rollouts_that_end_while_a_step_is_trained_are_folded_before_it_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The trainer goes on until the driver has seen what was appended meanwhile."""
+    monkeypatch.setattr("molt.loop.FOLD_EVERY_S", 0.01)
+    simulation = Simulation(tmp_path / "log", config("run.steps=100"))
+    run, players = simulation.run, simulation.players
+
+    def seen() -> int:
+        return sum(run.fold.is_closed(g) for g in run.fold.open_groups("train"))
+
+    async def train() -> str:
+        before = seen()
+        players.advance(60.0)
+        while seen() == before:
+            await asyncio.sleep(0.01)
+        return "trained"
+
+    async def drive() -> str:
+        simulation.publish()
+        run.issuer.fill()
+        await asyncio.sleep(0)
+        trained = await asyncio.wait_for(run._meanwhile(train()), 20)
+        await run.issuer.close()
+        return trained
+
+    assert asyncio.run(drive()) == "trained"
+
+
 def test_a_dead_worker_is_replaced_and_what_it_was_playing_is_issued_again(tmp_path: Path) -> None:
     """Within one epoch: the finished rollouts stay, the others get attempt 1."""
     found = Simulation(tmp_path / "log", config("run.steps=4"))

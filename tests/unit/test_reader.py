@@ -11,6 +11,7 @@ from molt.schemas.errors import LogCorrupt
 from molt.schemas.streams import routing_metadata
 from molt.store import Log
 from molt.store.compact import compact
+from molt.store.files import STORE
 from molt.store.reader import commit_path
 
 SHAPE = routing_metadata(layers=2, top_k=2, n_experts=8)
@@ -99,3 +100,40 @@ def test_cold_and_older_commits_give_the_same_ranges(log: Log, monkeypatch) -> N
     monkeypatch.setattr("molt.store.commit.ranges_text", lambda raw, where: "")
     rows, refs = write_routing(log)
     assert log.experts(refs[1], 15, 40).tobytes() == want
+
+
+def test_a_remembered_place_that_compaction_has_emptied_is_found_again(log: Log) -> None:
+    rows, refs = write_routing(log)
+    other = log.writer(linger_s=60)
+    reward = other.append("rewards", make.reward()).result
+    other.close()
+    want = log.experts(refs[1], 15, 40).tobytes()
+    assert log.routing_place(refs[2]) == (0, 20, 50) and log.stream(reward()) == "rewards"
+    assert compact(log, everything=True)["commits"]
+    assert log.experts(refs[1], 15, 40).tobytes() == want
+    assert log.routing_place(refs[2]) == (0, 20, 50)
+    assert log.row(reward())["value"] == make.reward()["value"]
+
+
+def test_a_bucket_is_listed_once_for_all_its_commits(log: Log, monkeypatch) -> None:
+    with log.writer(linger_s=60) as w:
+        refs = []
+        for i in range(5):
+            refs.append(w.append("rewards", make.reward(revision=i)))
+            w.flush()
+    listed = []
+    monkeypatch.setattr("molt.store.reader.STORE.list", _counting(listed))
+    assert [log.row(r.result())["revision"] for r in refs] == [0, 1, 2, 3, 4]
+    assert len(listed) == 1
+    with pytest.raises(LogCorrupt, match="this commit is not in the log"):
+        log.row(make.ref(refs[0].result().writer, 77, 0))
+
+
+def _counting(listed: list):
+    real = STORE.list
+
+    def counted(*args):
+        listed.append(args)
+        return real(*args)
+
+    return counted
