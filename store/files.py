@@ -37,7 +37,7 @@ class Backend(Protocol):
         """Durable put-if-absent. OSError: nothing visible, may be retried. NameTaken: another
         content has the name. PublishUnknown: the outcome is not known."""
 
-    def list(self, folder: Path, start: str = "") -> list[str]:
+    def list(self, folder: Path | str, start: str = "") -> list[str]:
         """Fresh sorted names from `start` on, without dot-files; no folder is an empty one."""
 
     def read(self, key: Path, start: int = 0, n: int = -1) -> bytes:
@@ -148,7 +148,7 @@ class Posix:
         make_dirs(key.parent)
         publish(key, data)
 
-    def list(self, folder: Path, start: str = "") -> list[str]:
+    def list(self, folder: Path | str, start: str = "") -> list[str]:
         try:
             with os.scandir(folder) as found:
                 return sorted(e.name for e in found if e.name[0] != "." and e.name >= start)

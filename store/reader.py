@@ -80,9 +80,11 @@ def bucket_files(
     log: Path, writer: str, bucket: int, first: int = 0, end: int | None = None
 ) -> list[CommitFile]:
     """The commits of one bucket in [first, end) by number; two with one number are LogCorrupt."""
-    folder = log / "data" / writer / f"{bucket:06d}"
-    names = STORE.list(folder, f"{first:010d}")  # what a reader has passed costs no object
-    stop = f"{end:010d}" if end is not None else ":"
+    place = f"{log}/data/{writer}/{bucket:06d}"
+    names = STORE.list(place, f"{first:010d}")
+    if not names:
+        return []  # a thousand idle writers are polled for no more than the listing
+    folder, stop = Path(place), f"{end:010d}" if end is not None else ":"
     found = [f for name in names if name < stop and (f := parse_name(folder, writer, name))]
     for a, b in zip(found, found[1:], strict=False):
         if a.seq == b.seq:

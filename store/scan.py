@@ -6,6 +6,7 @@ the log.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -39,7 +40,7 @@ class CommitDataset(ds.Dataset):  # type: ignore[misc]
         needs: Callable[[list[str]], list[str]],
     ) -> None:
         self._schema, self._rows, self._needs = schema, rows, needs
-        self._parts = [(s, part) for s in snapshots for part in _parts(s, stream)]
+        self._parts = [part for s in snapshots for part in _parts(s, stream)]
         self._whole = any(name == stream for name, _ in UPGRADES)
 
     @property
@@ -53,26 +54,24 @@ class CommitDataset(ds.Dataset):  # type: ignore[misc]
         wanted = [n for n in self._schema.names if columns is None or n in columns or n in text]
         schema = pa.schema([self._schema.field(n) for n in wanted])
         names = wanted if columns is None else columns
-        return CommitScan(self._batches(wanted, schema), schema, names, filter)
+        return CommitScan(self._tables(wanted, schema), schema, names, filter)
 
-    def _batches(self, wanted: list[str], schema: pa.Schema) -> Iterator[pa.RecordBatch]:
+    def _tables(self, wanted: list[str], schema: pa.Schema) -> Iterator[pa.Table]:
         columns = None if self._whole else self._needs(wanted)
-        for snapshot, (files, states) in self._parts:
-            state = np.concatenate(states)
-            shown = np.flatnonzero(snapshot.shown(state))
-            if not len(shown):
+        for part in self._parts:
+            if not len(part.shown):
                 continue
-            table = read_together(files, columns)
-            if len(shown) < table.num_rows:
-                table = table.take(shown)
+            table = read_together(part.files, columns)
+            if len(part.shown) < table.num_rows:
+                table = table.take(part.shown)
             out, index = self._rows(table, wanted)
             missing = EXTRAS.intersection(wanted).difference(out.column_names)
             if missing:
-                extras = _address(snapshot, files, states, shown)
+                extras = part.address()
                 for name in missing:
                     own = extras[name]
                     out = out.append_column(name, own if index is None else own.take(index))
-            yield from _in_schema(out, schema).to_batches()
+            yield _in_schema(out, schema)
 
 
 class CommitScan:
@@ -83,60 +82,70 @@ class CommitScan:
 
     def __init__(
         self,
-        batches: Iterator[pa.RecordBatch],
+        tables: Iterator[pa.Table],
         schema: pa.Schema,
         names: list[str],
         filter: pc.Expression | None,
     ) -> None:
-        self._batches, self._filter = batches, filter
+        self._tables, self._filter = tables, filter
         self.projected_schema = pa.schema([schema.field(n) for n in names])
 
     def to_reader(self) -> pa.RecordBatchReader:
         return pa.RecordBatchReader.from_batches(self.projected_schema, self._filtered())
 
     def _filtered(self) -> Iterator[pa.RecordBatch]:
-        for batch in self._batches:
-            table = pa.Table.from_batches([batch])
+        for table in self._tables:
             if self._filter is not None:
                 table = table.filter(self._filter)
             yield from table.select(self.projected_schema.names).to_batches()
 
 
-States = list[npt.NDArray[np.uint8]]
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Commits that are decoded together, and which of their rows count."""
+
+    snapshot: Snapshot
+    files: list[CommitFile]
+    states: list[npt.NDArray[np.uint8]]
+    """Of each file, of each row."""
+    shown: npt.NDArray[np.int64]
+    """Rows of the view, over all files."""
+
+    def address(self) -> dict[str, pa.Array]:
+        """The columns of EXTRAS, for the rows shown."""
+        counts = [len(state) for state in self.states]
+        commit = np.repeat(np.arange(len(self.files)), counts)[self.shown]
+        first = np.concatenate([[0], np.cumsum(counts)])
+        state = np.concatenate(self.states)
+        return {
+            "writer": pa.array([f.writer for f in self.files]).take(pa.array(commit)),
+            "seq": pa.array(np.array([f.seq for f in self.files], np.int64)[commit]),
+            "row": pa.array(self.shown - first[commit], pa.int32()),
+            "run_id": pa.repeat(pa.scalar(self.snapshot.log.run_id), len(self.shown)),
+            "abandoned": pa.array(state[self.shown] == ABANDONED),
+        }
 
 
-def _parts(snapshot: Snapshot, stream: str) -> Iterator[tuple[list[CommitFile], States]]:
+def _parts(snapshot: Snapshot, stream: str) -> Iterator[Part]:
     found = snapshot.states(stream)
     at = 0
     for run in together([file for file, _ in found]):
-        yield run, [state for _, state in found[at : at + len(run)]]
+        states = [state for _, state in found[at : at + len(run)]]
+        shown = np.flatnonzero(snapshot.shown(np.concatenate(states)))
+        yield Part(snapshot, run, states, shown)
         at += len(run)
 
 
-def _address(
-    snapshot: Snapshot, files: list[CommitFile], states: States, shown: npt.NDArray[np.int64]
-) -> dict[str, pa.Array]:
-    counts = [len(state) for state in states]
-    commit = np.repeat(np.arange(len(files)), counts)[shown]
-    first = np.concatenate([[0], np.cumsum(counts)])
-    state = np.concatenate(states)
-    return {
-        "writer": pa.array([f.writer for f in files]).take(pa.array(commit)),
-        "seq": pa.array(np.array([f.seq for f in files], np.int64)[commit]),
-        "row": pa.array(shown - first[commit], pa.int32()),
-        "run_id": pa.repeat(pa.scalar(snapshot.log.run_id), len(shown)),
-        "abandoned": pa.array(state[shown] == ABANDONED),
-    }
-
-
 def _in_schema(table: pa.Table, schema: pa.Schema) -> pa.Table:
-    columns = [
-        table.column(f.name).cast(f.type)
-        if f.name in table.column_names
-        else pa.nulls(table.num_rows, f.type)
-        for f in schema
-    ]
-    return pa.Table.from_arrays(columns, schema=schema)
+    names = set(table.column_names)
+
+    def column(f: pa.Field) -> Any:
+        if f.name not in names:
+            return pa.nulls(table.num_rows, f.type)
+        found = table.column(f.name)
+        return found if found.type == f.type else found.cast(f.type)
+
+    return pa.Table.from_arrays([column(f) for f in schema], schema=schema)
 
 
 def plain_rows(table: pa.Table, wanted: list[str]) -> RowMap:
