@@ -215,12 +215,18 @@ def check_routing(row: Row) -> None:
     if n < 1 or len(row["row_xxh3"]) != n or size % n:
         why = f"{size} bytes and {len(row['row_xxh3'])} hashes for {n} positions"
         raise _refused("routing", row, why)
-    width = size // n
-    for i, expected in enumerate(row["row_xxh3"]):
-        found = xxhash.xxh3_64_intdigest(row["experts"][i * width : (i + 1) * width])
-        if found != expected:
-            why = f"hash of position {row['start'] + i} is {found:016x}, recorded "
-            raise _refused("routing", row, f"{why}{int(expected):016x}")
+    found, recorded = row_hashes(row["experts"], n), row["row_xxh3"].tolist()
+    if found != recorded:
+        i = next(i for i in range(n) if found[i] != recorded[i])
+        why = f"hash of position {row['start'] + i} is {found[i]:016x}, recorded {recorded[i]:016x}"
+        raise _refused("routing", row, why)
+
+
+def row_hashes(data: bytes, n: int) -> list[int]:
+    """xxh3-64 of each of the `n` positions in `data`."""
+    view, width = memoryview(data), len(data) // n
+    hash_of = xxhash.xxh3_64_intdigest
+    return [hash_of(view[at : at + width]) for at in range(0, n * width, width)]
 
 
 def check_routing_shape(row: Row, metadata: Mapping[str, str], n_chain: int | None = None) -> None:
@@ -298,9 +304,8 @@ def routing_columns(experts_NLK: np.ndarray, n_experts: int) -> Row:
             f"expert ids {experts_NLK.min()} to {experts_NLK.max()} in a run of {n_experts} experts"
         )
     packed = experts_NLK.astype(np.dtype(expert_dtype(n_experts)).newbyteorder("<"))
-    rows = [row.tobytes() for row in packed]
-    hashes = [xxhash.xxh3_64_intdigest(row) for row in rows]
-    return {"n": len(rows), "experts": b"".join(rows), "row_xxh3": hashes}
+    data, n = packed.tobytes(), len(packed)
+    return {"n": n, "experts": data, "row_xxh3": row_hashes(data, n)}
 
 
 def check_prompt(row: Row) -> None:

@@ -244,6 +244,6 @@ def to_row(record: Any) -> dict[str, Any]:
 def _plain(value: Any) -> Any:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return to_row(value)
-    if isinstance(value, list | tuple):
+    if isinstance(value, list | tuple) and any(map(dataclasses.is_dataclass, value[:1])):
         return [_plain(item) for item in value]
     return value

@@ -13,6 +13,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import xxhash
 
+from molt.schemas.check import row_hashes
 from molt.schemas.errors import LogCorrupt
 from molt.store.files import STORE
 
@@ -61,12 +62,10 @@ def read_range(
     skip, n = first - start, end - first
     data = STORE.read(path, experts + skip * width, n * width)
     recorded = STORE.read(path, hashes + skip * 8, n * 8)
-    for i in range(n):
-        own = xxhash.xxh3_64_intdigest(data[i * width : (i + 1) * width])
-        if own.to_bytes(8, "little") != recorded[i * 8 : (i + 1) * 8]:
-            raise LogCorrupt(
-                f"{where} row {row}: position {first + i} has another hash than its own"
-            )
+    own = np.array(row_hashes(data, n), "<u8").tobytes()
+    if own != recorded:
+        i = next(i for i in range(n) if own[8 * i : 8 * i + 8] != recorded[8 * i : 8 * i + 8])
+        raise LogCorrupt(f"{where} row {row}: position {first + i} has another hash than its own")
     return np.frombuffer(data, np.uint8).reshape(n, width), n_read + len(data) + len(recorded)
 
 
