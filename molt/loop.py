@@ -126,8 +126,7 @@ class Run:
         await recovery.recover(self)
         await startup.prove_engines(self, self.screen)
         with self.screen.phase("publishing the first weights, starting rollout workers"):
-            self.record_policy(await self.publisher.refit(self.step))
-            await self.publisher.resume()
+            await self.publish()
             await self.cluster.start_workers()
         self.started = True
         self.issuer.adopt()
@@ -279,7 +278,8 @@ class Run:
     async def publish(self) -> None:
         """Refit the engines to the weights of the last step, record them, and go on sampling.
 
-        Engines that were started again take part, before their first token.
+        Engines that were started again take part, before their first token; if the last one dies
+        on the way, its successor is waited for.
         """
         self._phase("refit", f"step {self.step}: refitting the engines, probe")
         fresh: dict[str, Any] = {}
@@ -288,13 +288,13 @@ class Run:
             self.publisher.engines |= fresh
             try:
                 published = await self.publisher.refit(self.step)
+                if Version(epoch=self.epoch, version=self.step) not in self.fold.policies:
+                    self.record_policy(published)
+                await self.publisher.resume()
                 break
             except EngineError:
                 if self.publisher.engines or not await self.cluster.restart_done():
                     raise
-        if Version(epoch=self.epoch, version=self.step) not in self.fold.policies:
-            self.record_policy(published)
-        await self.publisher.resume()
         await self.cluster.announce(fresh)
 
     async def refit_restarted(self) -> None:

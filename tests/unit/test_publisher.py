@@ -4,10 +4,12 @@ The other ends are scripted; the transfer itself, with real engines, is in tests
 """
 
 import asyncio
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from simulation import Simulation, config
 
 from molt.config import LimitsConfig
 from molt.publish import Probe, Publisher
@@ -123,6 +125,33 @@ def test_an_engine_that_dies_at_the_resume_is_reported(where: str = "resume") ->
 
     asyncio.run(run())
     assert lost == ["engine-1"] and list(publisher.engines) == ["engine-0"]
+
+
+@pytest.mark.parametrize("where", ["pause", "score", "resume"])
+def test_the_successor_of_the_only_engine_is_waited_for(tmp_path: Path, where: str) -> None:
+    """Whether it died before the policy was recorded or after: there is one record of it."""
+    run = Simulation(tmp_path / "log", config("run.steps=4")).run
+    run.publisher, _, lost = rig({"dies_in": where})
+    successor, announced = Engine(run.publisher.trainers[0]), []
+
+    class Cluster:
+        is_up = False
+
+        def restarted(self) -> dict[str, Engine]:
+            return {"engine-0": successor} if self.is_up else {}
+
+        async def restart_done(self) -> bool:
+            self.is_up = lost == ["engine-0"]
+            return self.is_up
+
+        async def announce(self, engines: Any) -> None:
+            announced.append(engines)
+
+    run.cluster = Cluster()  # type: ignore[assignment]
+    asyncio.run(run.publish())
+    assert [r.kind for r in run.log.records()].count("policy") == 1
+    assert successor.tokens_after[-1] == "resume" and announced == [{"engine-0": successor}]
+    assert list(run.publisher.engines.values()) == [successor]
 
 
 def test_one_that_was_started_again_joins_in_a_new_group() -> None:
