@@ -165,7 +165,7 @@ class Player:
             self.rows[len(self.rows)] = (ids, [0] * len(context) + [1] * (b - a))
             pieces.append((len(self.rows) - 1, np.array(ids, np.int32)))
         self.capture.accept(placement, pieces, answer, finish)
-        self.seen.append((placement.prompt_ids + sampled, pieces[-1][0]))
+        self.seen.append((placement.prompt_ids.tolist() + sampled, pieces[-1][0]))
 
     @property
     def branches(self) -> int:

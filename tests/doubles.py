@@ -8,6 +8,7 @@ import numpy as np
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from molt.agents.heard import Heard
 from molt.agents.types import ChatReply, ChatRequest, Choice, ParsedReply, ToolCall
 from molt.schemas.records import Sampling
 
@@ -67,6 +68,7 @@ class ScriptedSession:
     def __init__(self, *script: ChatReply | BaseException, token: str = "secret") -> None:
         self.script, self.token, self.model = list(script), token, "policy"
         self.tokenizer, self.sampling = TOKENIZER, Sampling(max_tokens=64)
+        self.heard = Heard()
         self.requests: list[ChatRequest] = []
         self.deliveries: list[str] = []
         self.waiting = 0

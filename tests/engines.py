@@ -27,7 +27,7 @@ class Says:
         self.gate.set()
 
     async def pieces(
-        self, request_id: str, prompt_ids: list[int], sampling: Sampling, *more: Any
+        self, request_id: str, prompt_ids: np.ndarray, sampling: Sampling, *more: Any
     ) -> AsyncGenerator[Completion, None]:
         self.prompts.append(TOKENIZER.decode(prompt_ids))
         text = self.texts.pop(0)

@@ -48,7 +48,7 @@ class Placement:
     """Tokens kept of the parent's chain."""
     delta_ids: list[int]
     """New context; empty when the same prompt is sampled again."""
-    prompt_ids: list[int]
+    prompt_ids: Int32s
     """The whole prompt as the engine must see it: the kept tokens, then `delta_ids`."""
     reason: str | None
     """None at the first root and where all of the parent's chain is kept; else why it forks."""
@@ -86,6 +86,13 @@ class Capture:
         self.forks: Counter[str] = Counter()
         """Accepted answers that did not simply extend the rollout, by reason."""
         self._roots: list[Turn] = []
+        self._extended: dict[int | None, int] = {}
+        """Segment -> the most of a chain ending in it that another segment continues."""
+        self._chain: tuple[Turn | None, Int32s] = (None, np.zeros(0, np.int32))
+        """The last turn and all ids up to its end."""
+        self._alone: Prompt | None = None
+        self._newest: Turn | None = None
+        """Of `find_turn`; `_alone` is the prompt whose answer will be one."""
         self._last: tuple[Messages, Messages] = ([], [])
         """The messages of the last request as they came, and with tool results in call order."""
         self._mark = f"molt{secrets.token_hex(8)}"  # no client can guess it and forge an end
@@ -96,8 +103,10 @@ class Capture:
 
     def place(self, request: ChatRequest) -> Placement:
         """Where `request` continues; TemplateError if its messages cannot be rendered."""
-        messages = self._ordered(request.messages)
-        found = find_turn(self._roots, messages)
+        messages, n_same = self._ordered(request.messages)
+        if self._newest and n_same < self._newest.prompt.n_messages:
+            self._newest = None
+        found = find_turn(self._roots, messages, self._newest)
         after, rewritten = found.turn, None
         while True:
             fits = self._fit(after, messages, found, request)
@@ -105,38 +114,47 @@ class Capture:
                 break
             rewritten = rewritten or fits.why or _changed(after, request)
             after = fits.after
-        chain = [] if after is None else np.concatenate([t.ids for t in after.path()]).tolist()
         ids = self._encode_new(after, fits.text) if after else self._encode_root(fits.text, found)
         new = np.array(ids, np.int32)
         keep, parent, extends = self._keep(after, messages, new)
         n_known = after.n_messages if after else 0
-        prompt_ids = chain + ids
+        prompt_ids = np.concatenate([self._chain_of(after), new])
         tools = tuple(request.tools)
         if after and after.prompt.tools == tools:
             tools = after.prompt.tools  # every request brings a copy; keep one
+        prompt = Prompt(
+            after=after,
+            messages=messages[n_known:],
+            n_messages=len(messages),
+            tools=tools,
+            template=request.template,
+            text=fits.text,
+            ids=new,
+            n_checked=fits.n_checked,
+        )
+        self._alone = prompt if found.alone else None
         return Placement(
             parent=parent,
             keep=keep,
-            delta_ids=prompt_ids[keep:],
+            delta_ids=prompt_ids[keep:].tolist(),
             prompt_ids=prompt_ids,
             reason=None if extends else rewritten or found.why,
             n_known=n_known,
-            prompt=Prompt(
-                after=after,
-                messages=messages[n_known:],
-                n_messages=len(messages),
-                tools=tools,
-                template=request.template,
-                text=fits.text,
-                ids=new,
-                n_checked=fits.n_checked,
-            ),
+            prompt=prompt,
         )
 
-    def _ordered(self, given: Messages) -> Messages:
-        """The messages with tool results in call order; TemplateError if one is none.
+    def _chain_of(self, turn: Turn | None) -> Int32s:
+        """All ids up to the end of a turn."""
+        if turn is None:
+            return np.zeros(0, np.int32)
+        last, ids = self._chain
+        return ids if turn is last else np.concatenate([t.ids for t in turn.path()])
 
-        What the request before had looked through is not looked through again.
+    def _ordered(self, given: Messages) -> tuple[Messages, int]:
+        """The messages with tool results in call order, and how many are the last request's.
+
+        What that one had looked through is not looked through again. TemplateError if a message
+        is none.
         """
         known, ordered = self._last
         n = len(known) if given[: len(known)] == known else 0
@@ -149,7 +167,7 @@ class Capture:
         while 0 < n < len(given) and given[n]["role"] == "tool":
             n -= 1  # results of one message are ordered together
         self._last = [*given], ordered[:n] + in_call_order(given[n:])
-        return self._last[1]
+        return self._last[1], n
 
     def accept(
         self,
@@ -182,47 +200,50 @@ class Capture:
         parent, keep = placement.parent, placement.keep
         for segment, own in pieces:
             self.links[segment] = Link(parent, keep, len(own))
+            self._extended[parent] = max(keep, self._extended.get(parent, 0))
             parent, keep = segment, keep + len(own)
         sampled = np.concatenate([own for _, own in pieces])[len(delta) :].astype(np.int32)
         last = int(sampled[-1]) if len(sampled) else None
         ended = last is None or self.renderer.control(last) is not None
         cut = finish_reason in ("length", "abort") and not ended
-        message = reply.message()
+        after, message = prompt.after, reply.message()
         turn = Turn(
             prompt=prompt,
             reply=message,
             echo=message,
             ids=np.concatenate([prompt.ids, sampled]),
             n_chain=keep,
+            n_turns=after.n_turns + 1 if after else 1,
+            root=after.root if after else prompt,
             last_token=last,
-            thinks=think([*prompt.messages, message]),
+            thinks=bool(after and after.thinks) or think([*prompt.messages, message]),
             open_thought=cut and bool(reply.reasoning) and not (reply.content or reply.tool_calls),
             segment=pieces[-1][0],
             media=media,
             shown=self._placeholders(reply),
         )
         peers.append(turn)
+        self._chain = turn, np.concatenate([placement.prompt_ids, sampled])
+        self._newest = turn if prompt is self._alone else None
+        self._alone = None
 
     def _peers(self, after: Turn | None) -> list[Turn]:
         return self._roots if after is None else after.children
 
     def _taken(self, placement: Placement) -> bool:
         """True if what was placed as an extension has been extended by another in the meantime."""
-        return any(
-            link.parent == placement.parent and link.keep >= placement.keep
-            for link in self.links.values()
-        )
+        return self._extended.get(placement.parent, -1) >= placement.keep
 
     def _fit(
         self, after: Turn | None, messages: Messages, found: Found, request: ChatRequest
     ) -> _Fit:
         """The text after `after`, or the deepest turn before it that the template lets stand."""
-        path = after.path() if after else []
         new = messages[after.n_messages :] if after else messages
-        if after and self._may_skip(path, new, found, request):
-            text = self._render_ends(path, new, request)
+        if after and self._may_skip(after, new, found, request):
+            text = self._render_ends(after, new, request)
             if text is not None and self._shows_reply(after, text):
                 return _Fit(after, text, None, after.prompt.n_checked)
+        path = after.path() if after else []
         try:
             text = self._render_all(path, new, found, request)
         except TemplateError:
@@ -242,42 +263,38 @@ class Capture:
             return _Fit(after.prompt.after, "", None, 0)
         return _Fit(after, text[start:], None, len(path) + 1)
 
-    def _may_skip(
-        self, path: list[Turn], new: Messages, found: Found, request: ChatRequest
-    ) -> bool:
+    def _may_skip(self, last: Turn, new: Messages, found: Found, request: ChatRequest) -> bool:
         """True where rendering all of the history again would only confirm what is known.
 
         Under unchanged settings, where tools go on, or users go on and nobody has thought aloud
         (templates drop thoughts when a user speaks): the whole is rendered whenever it has doubled.
         """
-        last = path[-1]
         asked = [{m["role"] for m in p} for p in (new, last.prompt.messages)]
         return (
-            4 < len(path) < 2 * last.prompt.n_checked
+            4 < last.n_turns < 2 * last.prompt.n_checked
             and not found.thoughts
             and not found.strange
             and all(isinstance(m.get("content"), str) for m in new)
-            and (
-                asked == [{"tool"}] * 2
-                or (asked == [{"user"}] * 2 and not any(turn.thinks for turn in path))
-            )
+            and (asked == [{"tool"}] * 2 or (asked == [{"user"}] * 2 and not last.thinks))
             and last.prompt.tools == tuple(request.tools)
             and last.prompt.template == request.template
         )
 
-    def _render_ends(self, path: list[Turn], new: Messages, request: ChatRequest) -> str | None:
-        """The text after the path from its first and last turns; None if it depends on others.
+    def _render_ends(self, last: Turn, new: Messages, request: ChatRequest) -> str | None:
+        """The text after a path from its first and last turns; None if it depends on others.
 
         What a template does to the last turns, it has done to those before.
         """
-        view = [*path[0].prompt.messages, path[-3].shown[self._with_calls][0]]
-        for turn in path[-2:]:
+        before = last.prompt.after
+        assert before is not None and before.prompt.after is not None
+        view = [*last.root.messages, before.prompt.after.shown[self._with_calls][0]]
+        for turn in (before, last):
             view += [*turn.prompt.messages, turn.shown[self._with_calls][0]]
         try:
             text = self._render([*view, *new], request)
         except TemplateError:
             return None
-        known = "".join(t.prompt.text for t in (path[0], *path[-2:]))
+        known = last.root.text + before.prompt.text + last.prompt.text
         return text.removeprefix(known) if text.startswith(known) else None
 
     def _render_all(
@@ -326,7 +343,7 @@ class Capture:
         """
         if found.turn is None:
             return self.renderer.encode(text)
-        known = found.turn.path()[0].prompt
+        known = found.turn.root
         counted = zip(*(x.tolist() for x in np.unique(known.ids, return_counts=True)), strict=True)
         n, control = max(((n, i) for i, n in counted if self.renderer.control(i)), default=(0, 0))
         mark = self.renderer.control(control) or ""

@@ -17,13 +17,14 @@ from concurrent.futures import Future
 from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
+import msgspec
 from fastapi import FastAPI
 from starlette.requests import Request
 from starlette.responses import Response
 
 from molt.agents import fields, wire_openai
 from molt.agents.chat import STATUSES, ChatAgent, Context, Result
-from molt.agents.server import HttpError, answer, listen, read_body, refusal
+from molt.agents.server import HttpError, answer, listen, read_body, refusal, refused_json
 from molt.schemas.errors import ConfigError
 
 BODY_BYTES_MAX = 1 << 20
@@ -151,7 +152,9 @@ def _offer(desk: Desk, request: Request) -> Offer:
 
 
 async def _body(request: Request) -> dict[str, Any]:
-    body = await read_body(request, BODY_BYTES_MAX, empty={})
+    data = await read_body(request, BODY_BYTES_MAX)
+    with refused_json():
+        body = msgspec.json.decode(data or b"{}")
     if not isinstance(body, dict):
         raise HttpError(400, f"the body is {type(body).__name__}, expected a JSON object")
     return body

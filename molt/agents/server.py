@@ -13,7 +13,7 @@ import ipaddress
 import logging
 import socket
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, Protocol
@@ -29,6 +29,7 @@ from starlette.responses import Response, StreamingResponse
 from tokenizers.decoders import DecodeStream
 
 from molt.agents import wire_anthropic, wire_openai
+from molt.agents.heard import Heard, decode
 from molt.agents.types import ChatReply, ChatRequest
 from molt.schemas.errors import (
     ConfigError,
@@ -68,6 +69,11 @@ class ChatSession(Protocol):
 
     @property
     def tokenizer(self) -> Any: ...
+
+    @property
+    def heard(self) -> Heard:
+        """Its last request."""
+        ...
 
     async def chat(
         self,
@@ -265,7 +271,10 @@ class Agents:
         try:
             session = self.session(request)
             body = await read_body(request, self.body_bytes_max)
-            call = wire_anthropic.parse(body, request.headers, counting=True)
+            with refused_json():
+                call = wire_anthropic.parse(
+                    decode(body), request.headers, session.heard, counting=True
+                )
             return answer({"input_tokens": session.count(call.request)})
         except Exception as error:
             return refusal(wire_anthropic, error)
@@ -305,7 +314,8 @@ class Agents:
         try:
             session = self.session(request)
             body = await read_body(request, self.body_bytes_max)
-            call: wire_openai.Call = wire.parse(body, request.headers)
+            with refused_json():
+                call: wire_openai.Call = wire.parse(decode(body), request.headers, session.heard)
             if call.stream:
                 return await self._stream(wire, request, session, call)
             task = self._start(wire, session, call)
@@ -445,11 +455,8 @@ async def _deliver(session: ChatSession, reply_id: str) -> None:
     session.delivered(reply_id)
 
 
-async def read_body(request: Request, bytes_max: int, empty: Any = None) -> Any:
-    """The JSON of a request; 413 before more than `bytes_max` is held, 400 for other bytes.
-
-    `empty`: what a body of no bytes means, if it means anything.
-    """
+async def read_body(request: Request, bytes_max: int) -> bytes:
+    """The body of a request; 413 before more than `bytes_max` is held."""
     length = request.headers.get("content-length", "0")
     parts, size = [], 0
     if not length.isdecimal() or int(length) <= bytes_max:
@@ -462,9 +469,13 @@ async def read_body(request: Request, bytes_max: int, empty: Any = None) -> Any:
         size = int(length)
     if size > bytes_max:
         raise HttpError(413, f"a body of more than {bytes_max} bytes", "request_too_large")
-    if not size and empty is not None:
-        return empty
+    return b"".join(parts)
+
+
+@contextlib.contextmanager
+def refused_json() -> Iterator[None]:
+    """400 for bytes that are not JSON."""
     try:
-        return msgspec.json.decode(b"".join(parts))
+        yield
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise HttpError(400, f"the body is not JSON: {error}", "invalid_json") from None

@@ -50,10 +50,14 @@ class Turn:
     ids: Int32s
     """Those of the prompt, then the sampled ones."""
     n_chain: int
+    n_turns: int
+    """Of the path to this one, which is counted."""
+    root: Prompt
+    """The first one of the path."""
     last_token: int | None
     """The last sampled one."""
     thinks: bool
-    """The reply, or a message that the prompt added, holds reasoning."""
+    """A reply of the path, or a message that a prompt added, holds reasoning."""
     open_thought: bool
     """The reply was cut while it reasoned."""
     segment: int
@@ -69,10 +73,10 @@ class Turn:
         """Messages of the conversation up to and with this reply."""
         return self.prompt.n_messages + 1
 
-    def path(self) -> "list[Turn]":
-        """From the root to this turn."""
+    def path(self, first: "Turn | None" = None) -> "list[Turn]":
+        """From the root, or from `first`, to this turn."""
         out, turn = [self], self.prompt.after
-        while turn is not None:
+        while turn is not None and out[-1] is not first:
             out.append(turn)
             turn = turn.prompt.after
         return out[::-1]
@@ -90,14 +94,21 @@ class Found:
     """Turns of the path whose reply came back with other reasoning -> what that would be."""
     why: str
     """Where the request leaves all known conversations: the reason if it has to fork."""
+    alone: bool
+    """Nothing known goes on as long as the request does, and all reasoning is as it was."""
 
 
-def find_turn(roots: Sequence[Turn], messages: Messages) -> Found:
-    """The longest match over all turns; of equal ones that with most thoughts, then the latest."""
+def find_turn(roots: Sequence[Turn], messages: Messages, newest: Turn | None = None) -> Found:
+    """The longest match over all turns; of equal ones that with most thoughts, then the latest.
+
+    `newest`: the turn that answered a request which was `alone`, if none came since and these
+    messages begin with those: what is not below it ended before, and is not looked at again.
+    """
+    first = newest.prompt.n_messages - len(newest.prompt.messages) if newest else 0
     best: Turn | None = None
     rank = (0, 0)
     left: list[tuple[int, int, bool]] = []
-    stack = [(turn, 0, 0) for turn in roots]
+    stack = [(turn, first, 0) for turn in ([newest] if newest else roots)]
     while stack:
         turn, at, n_strange = stack.pop()
         end = at + len(turn.prompt.messages)
@@ -121,10 +132,12 @@ def find_turn(roots: Sequence[Turn], messages: Messages) -> Found:
         if (end + 1, -n_strange) > rank:
             best, rank = turn, (end + 1, -n_strange)
         stack += [(child, end + 1, n_strange) for child in turn.children]
+    if newest and best is None:
+        return find_turn(roots, messages)
     thoughts: dict[int, dict[str, Any]] = {}
     strange: dict[Turn, str] = {}
-    at = 0
-    for turn in best.path() if best else ():
+    at = first
+    for turn in best.path(newest) if best else ():
         for message in turn.prompt.messages:
             if messages[at] != message and (now := _reasoning(messages[at])) != _reasoning(message):
                 thoughts[at] = {**message, "reasoning_content": now or None, "reasoning": None}
@@ -136,7 +149,8 @@ def find_turn(roots: Sequence[Turn], messages: Messages) -> Found:
     furthest = max(left, default=(0, 0, False))[0]
     whys = (_departure(at, end, all_, messages) for end, at, all_ in left if end == furthest)
     _, why = max(whys, default=(0, "new_conversation"))
-    return Found(turn=best, thoughts=thoughts, strange=strange, why=why)
+    alone = furthest < len(messages) and not thoughts and not strange
+    return Found(turn=best, thoughts=thoughts, strange=strange, why=why, alone=alone)
 
 
 def _departure(at: int, end: int, all_known: bool, messages: Messages) -> tuple[int, str]:

@@ -29,7 +29,7 @@ class ChatRequest:
     """One call of the model, as the agent meant it."""
 
     messages: Messages
-    """The whole conversation so far, new messages last."""
+    """The whole conversation so far, new messages last; never changed afterwards."""
     tools: tuple[dict[str, Any], ...] = ()
     """OpenAI's form: {"type": "function", "function": {"name", "description", "parameters"}}."""
     tool_choice: str | dict[str, Any] = "auto"

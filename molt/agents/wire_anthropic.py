@@ -13,6 +13,7 @@ import msgspec
 
 from molt.agents import fields, wire_openai
 from molt.agents.fields import FieldRefused, say_once
+from molt.agents.heard import Heard
 from molt.agents.types import ChatReply, ChatRequest, Choice, Messages
 from molt.agents.wire_openai import Call, Decode, text_of
 
@@ -22,8 +23,14 @@ SIGNATURE = "molt"
 """Of thinking blocks; the wire wants one."""
 
 
-def parse(body: dict[str, Any], headers: Mapping[str, str], *, counting: bool = False) -> Call:
-    """The body of a request; FieldRefused names the field that cannot be served."""
+def parse(
+    body: dict[str, Any],
+    headers: Mapping[str, str],
+    heard: Heard | None = None,
+    *,
+    counting: bool = False,
+) -> Call:
+    """As `wire_openai.parse`."""
     fields.check_fields("anthropic", FIELDS, body)
     retry, key = fields.retry_of(headers)
     want, tools = fields.want, tuple(map(_tool, fields.want(body, "tools", list, [])))
@@ -33,7 +40,7 @@ def parse(body: dict[str, Any], headers: Mapping[str, str], *, counting: bool = 
     choice, parallel = _tool_choice(want(body, "tool_choice", dict, {}), tools)
     output = want(body, "output_config", dict, {})
     request = ChatRequest(
-        messages=_messages(body),
+        messages=_messages(body, heard or Heard()),
         tools=tools,
         tool_choice=choice,
         parallel_tool_calls=parallel,
@@ -52,25 +59,27 @@ def parse(body: dict[str, Any], headers: Mapping[str, str], *, counting: bool = 
     )
 
 
-def _messages(body: dict[str, Any]) -> Messages:
+def _messages(body: dict[str, Any], heard: Heard) -> Messages:
     found = fields.want(body, "messages", list, [])
     if not found:
         raise FieldRefused("messages", "'messages' is empty; a conversation has at least one")
     system = text_of("system", body.get("system"), "system")
-    out: Messages = [{"role": "system", "content": system}] if system else []
-    for i, message in enumerate(found):
-        where = f"messages[{i}]"
-        role = message.get("role") if isinstance(message, dict) else message
-        if role not in ("user", "assistant", "system"):
-            raise FieldRefused(where, f"{where} has role {role!r:.60}, expected user or assistant")
-        content = message.get("content")
-        blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
-        if not isinstance(blocks, list) or not all(isinstance(b, dict) for b in blocks):
-            raise FieldRefused(where, f"{where} has no content blocks: {content!r:.60}")
-        out += _assistant(where, blocks) if role == "assistant" else _user(where, role, blocks, out)
+    opening = [{"role": "system", "content": system}] if system else []
+    out = heard.read(found, _message, opening)
     if out[-1]["role"] == "assistant":
         raise FieldRefused("messages", "a last message of the assistant (prefill) is not supported")
     return out
+
+
+def _message(where: str, message: Any, before: Messages) -> Messages:
+    role = message.get("role") if isinstance(message, dict) else message
+    if role not in ("user", "assistant", "system"):
+        raise FieldRefused(where, f"{where} has role {role!r:.60}, expected user or assistant")
+    content = message.get("content")
+    blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
+    if not isinstance(blocks, list) or not all(isinstance(b, dict) for b in blocks):
+        raise FieldRefused(where, f"{where} has no content blocks: {content!r:.60}")
+    return _assistant(where, blocks) if role == "assistant" else _user(where, role, blocks, before)
 
 
 def _assistant(where: str, blocks: Messages) -> Messages:

@@ -13,7 +13,8 @@ import msgspec
 
 from molt.agents import fields
 from molt.agents.fields import FieldRefused, say_once
-from molt.agents.types import ChatReply, ChatRequest, Choice
+from molt.agents.heard import Heard
+from molt.agents.types import ChatReply, ChatRequest, Choice, Messages
 
 FIELDS = fields.OPENAI
 N_MAX = 128
@@ -36,8 +37,11 @@ class Call:
     logprobs: bool = False
 
 
-def parse(body: dict[str, Any], headers: Mapping[str, str]) -> Call:
-    """The body of a request; FieldRefused names the field that cannot be served."""
+def parse(body: dict[str, Any], headers: Mapping[str, str], heard: Heard | None = None) -> Call:
+    """The body of a request; FieldRefused names the field that cannot be served.
+
+    heard: the request before; then the messages may be as `heard.decode` leaves them.
+    """
     fields.check_fields("openai", FIELDS, body)
     retry, key = fields.retry_of(headers)
     want, tools = fields.want, tuple(map(_tool, fields.want(body, "tools", list, [])))
@@ -47,7 +51,7 @@ def parse(body: dict[str, Any], headers: Mapping[str, str]) -> Call:
     if body.get("reasoning_effort") is not None:
         template["reasoning_effort"] = want(body, "reasoning_effort", str, None)
     request = ChatRequest(
-        messages=messages(want(body, "messages", list, [])),
+        messages=messages(want(body, "messages", list, []), heard or Heard()),
         tools=tools,
         tool_choice=_tool_choice(body.get("tool_choice"), tools),
         parallel_tool_calls=want(body, "parallel_tool_calls", bool, True),
@@ -69,15 +73,14 @@ def parse(body: dict[str, Any], headers: Mapping[str, str]) -> Call:
     )
 
 
-def messages(found: list[Any]) -> list[dict[str, Any]]:
+def messages(found: list[Any], heard: Heard) -> Messages:
     """The conversation with text contents; "developer" is the template's "system"."""
     if not found:
         raise FieldRefused("messages", "'messages' is empty; a conversation has at least one")
-    return [_message(i, m) for i, m in enumerate(found)]
+    return heard.read(found, _message)
 
 
-def _message(i: int, message: Any) -> dict[str, Any]:
-    where = f"messages[{i}]"
+def _message(where: str, message: Any, before: Messages) -> Messages:
     if not isinstance(message, dict) or message.get("role") not in ROLES:
         role = message.get("role") if isinstance(message, dict) else message
         raise FieldRefused(where, f"{where} has role {role!r:.60}, expected {', '.join(ROLES)}")
@@ -96,7 +99,7 @@ def _message(i: int, message: Any) -> dict[str, Any]:
             say_once(f"openai message key '{key}': accepted without effect")
     if role == "tool" and not isinstance(out.get("tool_call_id"), str):
         raise FieldRefused(where, f"{where} is a tool's result without a 'tool_call_id'")
-    return out
+    return [out]
 
 
 def text_of(where: str, content: Any, role: str) -> str | None:

@@ -96,7 +96,7 @@ class Engine:
         self,
         epoch: int,
         request_id: str,
-        prompt_ids: list[int],
+        prompt_ids: Sequence[int] | np.ndarray,
         sampling: Sampling,
         routing_start: int = 0,
     ) -> Completion:
@@ -108,7 +108,7 @@ class Engine:
         self,
         epoch: int,
         request_id: str,
-        prompt_ids: list[int],
+        prompt_ids: Sequence[int] | np.ndarray,
         sampling: Sampling,
         every: int = 0,
         grammar: Any = None,
@@ -127,12 +127,13 @@ class Engine:
         the engine died, Fenced if a newer epoch took over, also in mid-generation.
         """
         llm = await self._admit(epoch)
-        room = self._check_request(epoch, request_id, prompt_ids)
+        ids = np.asarray(prompt_ids).tolist()
+        room = self._check_request(epoch, request_id, ids)
         params = vllm_calls.sampling_params(
             sampling, min(sampling.max_tokens, room), every, grammar, routing_start
         )
         with self._mapped(f"request {request_id}"):
-            request = await self._add(llm, request_id, prompt_ids, params)
+            request = await self._add(llm, request_id, ids, params)
             try:
                 async for piece in self._grow(request, every):
                     self._refuse_older(epoch)

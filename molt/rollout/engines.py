@@ -12,6 +12,7 @@ from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
 import xxhash
 
 from molt.rollout.types import Completion
@@ -31,7 +32,7 @@ class Generator(Protocol):
     def pieces(
         self,
         request_id: str,
-        prompt_ids: list[int],
+        prompt_ids: np.ndarray,
         sampling: Sampling,
         every: int = 0,
         grammar: Any = None,
@@ -50,7 +51,7 @@ class RayEngine:
     async def pieces(
         self,
         request_id: str,
-        prompt_ids: list[int],
+        prompt_ids: np.ndarray,
         sampling: Sampling,
         every: int = 0,
         grammar: Any = None,

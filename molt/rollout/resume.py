@@ -37,7 +37,7 @@ class Recorded:
             if row["finish_reason"] == "partial":
                 open_[row["segment"]] = reply
 
-    def pop(self, prompt_ids: Sequence[int]) -> list[Row]:
+    def pop(self, prompt_ids: Sequence[int] | np.ndarray) -> list[Row]:
         """The segments of the oldest reply to this prompt that was not handed out; [] if none."""
         replies = self._replies.get(_key(prompt_ids)) if self._replies else None
         return replies.pop(0) if replies else []

@@ -7,6 +7,7 @@ versions are the engine's own spans (I2); an outcome is durable after all that i
 """
 
 import asyncio
+import operator
 import reprlib
 import secrets
 import sys
@@ -20,7 +21,8 @@ import msgspec
 import numpy as np
 import xxhash
 
-from molt.agents.types import ChatReply, ChatRequest, Choice
+from molt.agents.heard import Heard
+from molt.agents.types import ChatReply, ChatRequest, Choice, Messages
 from molt.rollout.engines import EngineSource, Generator
 from molt.rollout.growing import Growing, make_segment
 from molt.rollout.resume import Recorded, Row, n_sampled, recorded_pieces
@@ -143,6 +145,8 @@ class Session:
         """Replies of an earlier attempt that are used again."""
         self.token = secrets.token_urlsafe(24)
         """Bearer secret of this attempt."""
+        self.heard = Heard()
+        """Its last request over HTTP."""
         self.started = time.perf_counter()
         self.deadline = asyncio.get_running_loop().time() + deadline_s
         """Of the loop's clock; moves by the time spent waiting for a lost engine."""
@@ -161,6 +165,8 @@ class Session:
         """What is not the rollout's fault, whatever the agent made of it: there is no outcome."""
         self._captures: dict[str, Capture] = {}
         self._calls: dict[str, list[_Call]] = {}
+        self._digested: tuple[Messages, list[bytes]] = ([], [])
+        """The messages of the last request, and the digest of each."""
         self._replies: dict[str, tuple[_Call, int]] = {}
         """By id: the call, and the last segment of its first choice; in order of completion."""
         self._tickets: list[Ticket] = []
@@ -190,7 +196,7 @@ class Session:
         """
         if self._ended:
             raise RequestRefused(f"{self.a.rollout_id} attempt {self.a.attempt} has ended")
-        body = _body(request)
+        body = self._body(request)
         known = [c for c in self._calls.setdefault(body, []) if not c.failed]
         call = _retried(request, known)
         if call is None:
@@ -226,6 +232,18 @@ class Session:
                 f"{self.a.rollout_id}: a reward for reply {which!r} of {len(replies)}: {[*replies]}"
             )
         return found[0][1]
+
+    def _body(self, request: ChatRequest) -> str:
+        """Equal for equal requests; messages that the one before had are not looked at again."""
+        messages, digests = self._digested
+        n = [*map(operator.is_, messages, request.messages), False].index(False)
+        try:
+            digests = digests[:n] + [_digest(m) for m in request.messages[n:]]
+            rest = _digest(replace(request, messages=[], key=None, retry=0))
+        except UnicodeEncodeError as error:
+            raise RequestRefused(f"the messages hold what is no text: {error}") from error
+        self._digested = [*request.messages], digests
+        return xxhash.xxh3_128_hexdigest(b"".join([*digests, rest]))
 
     async def _answer(self, call: _Call, request: ChatRequest) -> ChatReply:
         capture = self._capture(request.role)
@@ -296,7 +314,7 @@ class Session:
 
     async def _pieces(
         self,
-        prompt_ids: list[int],
+        prompt_ids: np.ndarray,
         growing: Growing,
         every: int,
         grammar: Any,
@@ -315,7 +333,9 @@ class Session:
             engine, sampling = await self._engine(), replace(growing.sampling, max_tokens=left)
             self.counts["requests"] += 1
             request_id = f"{self.a.rollout_id}.{self.a.attempt}.{self.counts['requests'] - 1}"
-            so_far = [*prompt_ids, *growing.token_ids]
+            so_far = prompt_ids
+            if growing.token_ids:
+                so_far = np.concatenate([prompt_ids, np.array(growing.token_ids, np.int32)])
             try:
                 with self.desk.engines.busy(engine):
                     async for piece in engine.pieces(
@@ -462,13 +482,8 @@ class Session:
         return link.role == "agent" or self.a.purpose == "judge"
 
 
-def _body(request: ChatRequest) -> str:
-    """Equal for equal requests; a digest, because a long rollout asks long questions often."""
-    try:
-        body = msgspec.json.encode(replace(request, key=None, retry=0), order="deterministic")
-    except UnicodeEncodeError as error:
-        raise RequestRefused(f"the messages hold what is no text: {error}") from error
-    return xxhash.xxh3_128_hexdigest(body)
+def _digest(value: Any) -> bytes:
+    return xxhash.xxh3_128_digest(msgspec.json.encode(value, order="deterministic"))
 
 
 def _retried(request: ChatRequest, known: Sequence[_Call]) -> _Call | None:

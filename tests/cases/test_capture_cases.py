@@ -127,7 +127,7 @@ def test_p02_the_real_recording() -> None:
     opening = [{"role": "system", "content": system}, user(asked.group(1))]
 
     placed = p.capture.place(ChatRequest(messages=opening, tools=tools))
-    assert placed.prompt_ids == one["prompt_token_ids"]
+    assert placed.prompt_ids.tolist() == one["prompt_token_ids"]
     thought = one["content"].removeprefix("<think>").removesuffix("</think>")
     calls = [ToolCall(id=c["id"], **c["function"]) for c in one["tool_calls"]]
     answer = reply(None, thought, tuple(calls))
@@ -139,7 +139,7 @@ def test_p02_the_real_recording() -> None:
     moved = reply("", thought).message()
     request = ChatRequest(messages=[*opening, without, *results, moved], tools=tools)
     placed = p.capture.place(request)
-    assert placed.prompt_ids == two["prompt_token_ids"]
+    assert placed.prompt_ids.tolist() == two["prompt_token_ids"]
     assert (placed.keep, placed.reason) == (case["first_mismatch_index"], "reasoning_left_out")
     own.append(np.array(placed.delta_ids + two["generation_token_ids"], np.int32))
     p.capture.accept(placed, [(1, own[1])], reply(two["content"]), "stop")
@@ -163,8 +163,8 @@ def test_p07_the_delta_is_the_next_prompt_minus_what_was_there(name: str) -> Non
     before = len(p.seen[0][0])
     placed = p.ask([asked, answer.message(), tool("c1", "RAIN")], reply("Yes."))
     assert placed.keep == before
-    assert placed.prompt_ids[:before] == p.seen[0][0]
-    assert placed.prompt_ids[before:] == placed.delta_ids
+    assert placed.prompt_ids[:before].tolist() == p.seen[0][0]
+    assert placed.prompt_ids[before:].tolist() == placed.delta_ids
     wrapped = "<|im_start|>tool\nRAIN<|im_end|>"
     if name != "own":
         wrapped = "<|im_start|>user\n<tool_response>\nRAIN\n</tool_response><|im_end|>"

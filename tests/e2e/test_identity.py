@@ -34,13 +34,13 @@ class Recording:
     seen: dict[str, tuple[list[int], Completion]] = field(default_factory=dict)
 
     async def pieces(
-        self, request_id: str, prompt_ids: list[int], *rest: Any
+        self, request_id: str, prompt_ids: np.ndarray, *rest: Any
     ) -> AsyncGenerator[Completion, None]:
         found = []
         async for piece in self.rig.engine.pieces(1, request_id, prompt_ids, *rest):
             found.append(piece)
             yield piece
-        self.seen[request_id] = (list(prompt_ids), join(found))
+        self.seen[request_id] = (prompt_ids.tolist(), join(found))
 
 
 def test_what_is_trained_is_what_was_sampled(tmp_path: Path) -> None:

@@ -16,13 +16,16 @@ from chats import Player, call, reply, tool, user
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from molt.agents.capture import Placement
-from molt.agents.turns import in_call_order
+from molt.agents.capture import Capture, Placement
+from molt.agents.turns import find_turn, in_call_order
 from molt.agents.types import ChatRequest, Messages, ParsedReply
 
 TEXT = st.text(alphabet="ab \n<|im_end|>é", max_size=6) | st.sampled_from(["<|im_end|>", "weather"])
 ARGUMENTS = st.sampled_from(['{"a": 1}', '{"a":1,"b":[2]}', '{"b": [2], "a": 1.0}', "[1", ""])
-MOVES = ("ask", "tool", "edit", "drop", "again", "compact", "sub_agent", "fan_out", "several")
+MOVES = (
+    *("ask", "tool", "edit", "drop", "again", "compact", "sub_agent", "fan_out", "several"),
+    "forget",
+)
 RENDERERS = [chats.renderer(chats.PLAIN), chats.renderer(chats.THINKING)]
 
 
@@ -41,14 +44,22 @@ class Agent:
 
     def __init__(self, draw: Any) -> None:
         self.draw = draw
-        self.player = Player(draw(st.sampled_from(RENDERERS)))
+        self.play(Player(draw(st.sampled_from(RENDERERS))))
         self.open: list[Messages] = []
+        self.answers: list[ParsedReply] = []
         self.n_extended = 0
+
+    def play(self, player: Player) -> None:
+        """Beside a capture that searches all turns for every request."""
+        self.player, self.searching = player, Capture(player.renderer)
+        self.searched: dict[int, Placement] = {}
 
     def sample(self, placement: Placement, messages: Messages) -> None:
         """Answer a placed request with ids that need not be the tokenizer's."""
         draw, p = self.draw, self.player
-        answer = draw(answers())
+        again = st.sampled_from(self.answers) if self.answers else st.nothing()
+        answer = draw(answers() | again)
+        self.answers.append(answer)
         ids = p.renderer.encode(chats.spelled(answer))
         if draw(st.booleans()):
             ids = [i for piece in ids for i in p.renderer.encode(p.text([piece]))][::-1]
@@ -62,15 +73,26 @@ class Agent:
                 p.rows[len(p.rows)] = (own, [0] * len(context) + [1] * len(sampled))
                 pieces.append((len(p.rows) - 1, np.array(own, np.int32)))
         p.capture.accept(placement, pieces, answer, finish)
-        p.seen.append((placement.prompt_ids + ids, pieces[-1][0]))
+        self.searching.accept(self.searched[id(placement.prompt)], pieces, answer, finish)
+        p.seen.append((placement.prompt_ids.tolist() + ids, pieces[-1][0]))
         self.open.append([*messages, answer.message()])
 
     def place(self, messages: Messages, **more: Any) -> Placement:
-        placement = self.player.capture.place(ChatRequest(messages=messages, **more))
-        assert placement.prompt_ids[placement.keep :] == placement.delta_ids
+        request = ChatRequest(messages=messages, **more)
+        capture = self.player.capture
+        placement = capture.place(request)
+        told = capture._roots, capture._last[1]
+        assert find_turn(*told, capture._newest) == find_turn(*told)
+        self.searching._newest, self.searching._chain = None, (None, np.zeros(0, np.int32))
+        searched = self.searching.place(request)
+        for name in ("parent", "keep", "delta_ids", "reason", "n_known"):
+            assert getattr(placement, name) == getattr(searched, name)
+        assert np.array_equal(placement.prompt_ids, searched.prompt_ids)
+        self.searched[id(placement.prompt)] = searched
+        assert placement.prompt_ids[placement.keep :].tolist() == placement.delta_ids
         if placement.n_known == 0:  # nothing spliced: exactly what a server without a memory sees
             r = self.player.renderer
-            assert placement.prompt_ids == r.encode(
+            assert placement.prompt_ids.tolist() == r.encode(
                 r.render(in_call_order(messages), generate=True)
             )
         return placement
@@ -99,6 +121,10 @@ class Agent:
                 self.turn([*known[:at], *known[at + 1 :], user("?")])
             case "again":
                 self.turn(known[:-1])
+            case "forget":
+                kept = [{k: v for k, v in m.items() if k != "reasoning_content"} for m in known]
+                self.turn([*kept, user(draw(TEXT))])
+                self.turn([*self.open[-1], user("And?")])
             case "compact":
                 self.turn([*known[:1], user("So far: " + draw(TEXT))])
             case "sub_agent":
@@ -150,7 +176,7 @@ def sent_back(draw: Any, message: dict[str, Any]) -> dict[str, Any]:
 def test_an_honest_agent_has_one_branch(kind: str, data: st.DataObject) -> None:
     """Whatever is sampled and however its SDK writes it again, an agent that goes on goes on."""
     draw, agent = data.draw, Agent(data.draw)
-    agent.player = Player(RENDERERS[kind == "tool loop"])  # this one keeps thoughts in a loop
+    agent.play(Player(RENDERERS[kind == "tool loop"]))  # this one keeps thoughts in a loop
     agent.turn([user(draw(TEXT))])
     for _ in range(draw(st.integers(1, 8))):
         *known, last = agent.open[-1]
@@ -161,6 +187,6 @@ def test_an_honest_agent_has_one_branch(kind: str, data: st.DataObject) -> None:
             new = [tool(i, draw(TEXT)) for i in draw(st.permutations(ids))]
         placement = agent.turn([*known, *new])
         assert placement.reason is None
-        assert placement.prompt_ids[: placement.keep] == agent.player.seen[-2][0]
+        assert placement.prompt_ids[: placement.keep].tolist() == agent.player.seen[-2][0]
     assert agent.player.branches == 1 and not agent.player.capture.forks
     agent.player.check()

@@ -102,7 +102,7 @@ def test_a_recorded_group_comes_out_to_the_id() -> None:
         messages, _ = asked(rollout)
         *_, recorded = rollout["response"]["output"]
         placed = p.capture.place(ChatRequest(messages=messages))
-        assert placed.prompt_ids == recorded["prompt_token_ids"]
+        assert placed.prompt_ids.tolist() == recorded["prompt_token_ids"]
         ids = recorded["generation_token_ids"]
         ((answer, _),) = replies(rollout["response"]["output"])
         own = np.array(placed.delta_ids + ids, np.int32)
