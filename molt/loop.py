@@ -288,6 +288,7 @@ class Run:
             except EngineError:
                 if self.publisher.engines or not await self.cluster.restart_done():
                     raise
+        self.meter.refit = self.publisher.parts
         if Version(epoch=self.epoch, version=self.step) not in self.fold.policies:
             self.record_policy(published)
         await self.publisher.resume()
