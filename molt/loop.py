@@ -305,6 +305,7 @@ class Run:
             self._phase("generation", f"step {self.step + 1}: waiting for rollouts")
 
     def record_policy(self, published: Published) -> None:
+        self.meter.refit = self.publisher.parts
         self.meter.recompute_tokens += published.recompute_tokens
         self.put("policy", [{"epoch": self.epoch, "kv": "recomputed", **asdict(published)}])
         self.version = published.version

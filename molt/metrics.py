@@ -91,6 +91,8 @@ class Meter:
         self.redone = self.recompute_tokens = self.reissued = 0
         self.planned: dict[str, Any] = {}
         """`rollout_metrics` of the plan."""
+        self.refit: dict[str, float] = {}
+        """`Publisher.parts` of the refit before this step."""
 
     def drop(self, reason: str, outcomes: Sequence[Outcome]) -> None:
         self.drops[reason.partition(":")[0]] += 1
@@ -112,6 +114,7 @@ class Meter:
                 "max": max(self.commit_s, default=None),
             },
             "recompute_tokens": self.recompute_tokens,
+            "refit": {name: round(seconds, 4) for name, seconds in self.refit.items()},
             "reissued": self.reissued,
             "redone": self.redone,
         }

@@ -6,7 +6,8 @@ import os
 import platform
 import socket
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -71,3 +72,11 @@ def free_port() -> int:
         s.bind(("127.0.0.1", 0))
         port: int = s.getsockname()[1]
         return port
+
+
+@contextlib.contextmanager
+def timed(seconds: dict[str, float], name: str) -> Iterator[None]:
+    """Add the time inside to `seconds[name]`."""
+    started = time.perf_counter()
+    yield
+    seconds[name] += time.perf_counter() - started

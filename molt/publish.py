@@ -13,11 +13,15 @@ from typing import Any
 import numpy as np
 
 from molt.config import LimitsConfig
+from molt.process import timed
 from molt.schemas.errors import EngineError, ModelIdentityError
 
 PROBE_PROMPTS = 8
 PROBE_TOKENS = 32
 RETRIES = 2
+PARTS = ("pause_s", "gather_s", "hash_s", "send_s", "transfer_s", "load_s", "probe_s")
+"""Of a refit. The sender's gathering and hashing are inside `send_s`, which also waits while an
+engine loads; `transfer_s` is the engine's receiving and hashing, `load_s` its loading."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +51,8 @@ class Published:
     weights_digest: str
     bytes: int
     seconds: float
+    """Of the transfer: from the first tensor gathered until the last engine had received and hashed
+    all of them, without loading; `Publisher.parts` has the rest."""
     recompute_tokens: int
     """Tokens of sequences in flight whose KV was dropped and is computed again on resume."""
     engines: tuple[str, ...]
@@ -92,6 +98,8 @@ class Publisher:
         self._backend = "gloo"
         self._connected: list[Any] = []
         self._manifest: Any = None
+        self.parts: dict[str, float] = {}
+        """Seconds of the last refit's parts, of the engine that took longest: see `PARTS`."""
 
     async def connect(self, backend: str) -> None:
         """Form the transfer group: trainer rank 0, then one rank per engine."""
@@ -124,7 +132,9 @@ class Publisher:
         """
         dropped, why = 0, ""
         for _ in range(1 + RETRIES):
-            dropped = max(dropped, await self._pause())
+            self.parts = dict.fromkeys(PARTS, 0.0)
+            with timed(self.parts, "pause_s"):
+                dropped = max(dropped, await self._pause())
             try:
                 if list(self.engines.values()) != self._connected:
                     await self.connect(self._backend)
@@ -132,7 +142,8 @@ class Publisher:
                 why = f"engines received {[r['digest'] for r in received]}"
                 if any(r["digest"] != sent["digest"] for r in received):
                     continue
-                found = await self.measure()
+                with timed(self.parts, "probe_s"):
+                    found = await self.measure()
             except ModelIdentityError:
                 raise
             except EngineError as error:  # the next pause finds out whose it was
@@ -143,7 +154,7 @@ class Publisher:
                 version=version,
                 weights_digest=sent["digest"],
                 bytes=sent["bytes"],
-                seconds=sent["seconds"],
+                seconds=self.parts["transfer_s"],
                 recompute_tokens=dropped,
                 engines=tuple(self.engines),
                 probe=found,
@@ -215,6 +226,9 @@ class Publisher:
             await self.call(self.trainers[0], "close_sender")
             await asyncio.gather(*calls, return_exceptions=True)
             raise
+        for name in PARTS:
+            if name in sent | received[0]:
+                self.parts[name] = max(r[name] for r in [sent, *received] if name in r)
         return sent, received
 
     async def _send(self) -> dict[str, Any]:

@@ -6,8 +6,8 @@ Keeps invariant I7: the digest returned here is that of the bytes that went onto
 Free of vLLM on purpose: the trainer's process does not load an inference engine.
 """
 
-import time
-from collections.abc import Iterable
+from collections import deque
+from collections.abc import Iterable, Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -15,12 +15,16 @@ import torch
 import torch.distributed as dist
 
 from molt.digests import combine, tensor_digest
+from molt.process import timed
 from molt.schemas.errors import ConfigError, EngineError
 
 _c10d: Any = dist  # its classes are re-exported in a way type checkers do not follow
 
 TRANSFER_TIMEOUT = timedelta(seconds=300)
 """How long one side waits for the other: to join the group, and within one broadcast."""
+
+AHEAD_BYTES = 8 << 20
+"""Of the tensors that are under way at once: enough to keep the wire busy, little to hold."""
 
 
 def open_store(host: str, port: int, world_size: int, *, is_master: bool) -> Any:
@@ -101,25 +105,21 @@ class WeightSender:
             ) from error
 
     def send(self, named: Iterable[tuple[str, torch.Tensor]]) -> dict[str, Any]:
-        """Broadcast every tensor in order; returns bytes, seconds and digest of what was sent.
+        """Broadcast every tensor in order; returns bytes and digest of what was sent, and seconds:
+        `send_s` from first to last, of which `gather_s` and `hash_s` in these two.
 
-        Raises EngineError when a receiver is gone; the group is then of no more use.
+        A tensor is hashed, and the next one gathered, while others are on the wire. Raises
+        EngineError when a receiver is gone; the group is then of no more use.
         """
         if self._group is None:
             raise EngineError("weight transfer: send() before connect()")
-        started, total, digests = time.perf_counter(), 0, []
-        for name, tensor in named:
-            payload = tensor.detach().contiguous()
-            try:
-                broadcast(self._group, payload)
-            except RuntimeError as error:
-                raise EngineError(
-                    f"weight transfer broke off at tensor {name!r}: {error}; see the engine's log"
-                ) from error
-            digests.append(tensor_digest(name, payload))
-            total += payload.nbytes
-        seconds = time.perf_counter() - started
-        return {"bytes": total, "seconds": seconds, "digest": combine(digests)}
+        total, digests, seconds = 0, [], dict.fromkeys(("gather_s", "hash_s", "send_s"), 0.0)
+        with timed(seconds, "send_s"):
+            for name, tensor in stream(self._group, _gathered(named, seconds)):
+                with timed(seconds, "hash_s"):
+                    digests.append(tensor_digest(name, tensor))
+                total += tensor.nbytes
+        return {"bytes": total, "digest": combine(digests), **seconds}
 
     def close(self) -> None:
         """Leave the group and give the port back; may be called twice."""
@@ -127,10 +127,68 @@ class WeightSender:
         self._store = None
 
 
+def _gathered(
+    named: Iterable[tuple[str, torch.Tensor]], seconds: dict[str, float]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    rest = iter(named)
+    while True:
+        with timed(seconds, "gather_s"):
+            name, tensor = next(rest, ("", None))
+            if tensor is not None:
+                tensor = tensor.detach().contiguous()
+        if tensor is None:
+            return
+        yield name, tensor
+
+
+def stream(
+    group: Any, named: Iterable[tuple[str, torch.Tensor]]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Send (rank 0) or receive contiguous tensors in order; yields each when it is complete.
+
+    Up to `AHEAD_BYTES`, and at least one more tensor, are under way while the caller looks at the
+    one it was given. Raises EngineError, naming the tensor, when the other end is gone.
+    """
+    under_way: deque[tuple[str, torch.Tensor, Any]] = deque()
+    n_bytes = 0
+    for name, tensor in named:
+        under_way.append((name, tensor, _begin(group, tensor)))
+        n_bytes += tensor.nbytes
+        while n_bytes > AHEAD_BYTES and len(under_way) > 1:
+            n_bytes -= under_way[0][1].nbytes
+            yield _end(*under_way.popleft())
+    while under_way:
+        yield _end(*under_way.popleft())
+
+
 def broadcast(group: Any, tensor: torch.Tensor) -> None:
     """Send (rank 0) or receive one contiguous tensor and wait until it is complete."""
+    _begin(group, tensor).wait()
+
+
+class _Enqueued:
+    """Everything that was enqueued on the current CUDA stream so far."""
+
+    def __init__(self) -> None:
+        self._event = torch.cuda.current_stream().record_event()
+
+    def wait(self) -> None:
+        self._event.synchronize()
+
+
+def _begin(group: Any, tensor: torch.Tensor) -> Any:
+    """Start a broadcast; `wait()` on what is returned ends it."""
     if isinstance(group, _c10d.ProcessGroupGloo):
-        group.broadcast(tensor, 0).wait()
-    else:
-        group.broadcast(tensor, src=0, stream=torch.cuda.current_stream())
-        torch.cuda.current_stream().synchronize()
+        return group.broadcast(tensor, 0)
+    group.broadcast(tensor, src=0, stream=torch.cuda.current_stream())
+    return _Enqueued()
+
+
+def _end(name: str, tensor: torch.Tensor, work: Any) -> tuple[str, torch.Tensor]:
+    try:
+        work.wait()
+    except RuntimeError as error:
+        raise EngineError(
+            f"weight transfer broke off at tensor {name!r}: {error}; see the engine's log"
+        ) from error
+    return name, tensor

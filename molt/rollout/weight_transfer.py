@@ -11,6 +11,7 @@ Setting the environment variable MOLT_FAULT=stale_tied_head or stale_experts dis
 repairs; it exists for the tests that the start-up self-test notices such an engine.
 """
 
+import functools
 import multiprocessing
 import os
 import threading
@@ -20,6 +21,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from vllm.distributed.device_communicators import shm_broadcast
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
@@ -33,15 +35,21 @@ from vllm.model_executor.model_loader.reload import (
     finalize_layerwise_reload,
     initialize_layerwise_reload,
 )
+from vllm.platforms import current_platform
 
 from molt.digests import combine, tensor_digest
+from molt.process import timed
 from molt.rollout.routing import RoutingCapture
-from molt.rollout.sender import broadcast, join_gloo, join_nccl, open_store
+from molt.rollout.sender import join_gloo, join_nccl, open_store, stream
 
 LOAD_BYTES = 256 << 20
 """Received tensors are loaded when they are this many."""
 _ORPHAN_POLL_S = 0.5
+_YIELD_S = 2e-4
 _ORPHAN_WATCH = "molt-orphan-watch"
+
+
+Batch = list[tuple[str, torch.Tensor]]
 
 
 @dataclass
@@ -69,7 +77,9 @@ class HashingEngine(WeightTransferEngine[TransferInit, TransferUpdate]):
     init_info_cls = TransferInit
     update_info_cls = TransferUpdate
     received: dict[str, Any] | None = None
-    """Digest and bytes of the last complete update; None before it and after a broken one."""
+    """Digest and bytes of the last complete update, None before it and after a broken one; and its
+    seconds: `transfer_s` until the last tensor was here and hashed, without `load_s`, the work of
+    vLLM's loaders."""
     _group: Any = None
     _join: Any  # join_gloo or join_nccl
 
@@ -83,7 +93,7 @@ class HashingEngine(WeightTransferEngine[TransferInit, TransferUpdate]):
 
     def start_weight_update(self) -> None:
         """Put the layers back into the shape that checkpoint tensors load into."""
-        self.received = None
+        self.received, self._seconds = None, {"transfer_s": 0.0, "load_s": 0.0}
         self._moe_kernels = []
         for module in self.model.modules():
             method = getattr(module, "quant_method", None)
@@ -91,7 +101,8 @@ class HashingEngine(WeightTransferEngine[TransferInit, TransferUpdate]):
                 self._moe_kernels.append((method, method.moe_kernel))
                 if self.device.type == "cpu" and _fault() != "stale_experts":
                     method.moe_kernel = None  # its absence makes vLLM pack the experts again
-        initialize_layerwise_reload(self.model)
+        with timed(self._seconds, "load_s"):
+            initialize_layerwise_reload(self.model)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         """Receive one manifest of tensors; vLLM's own method asks for an accelerator."""
@@ -111,25 +122,43 @@ class HashingEngine(WeightTransferEngine[TransferInit, TransferUpdate]):
         if self._group is None:
             raise RuntimeError("weight transfer: the group was not formed (init_transfer)")
         model: Any = self.model
-        digests, total, batch, batch_bytes = [], 0, [], 0
-        for name, tensor in self._stream(update_info):
-            digests.append(tensor_digest(name, tensor))
-            total, batch_bytes = total + tensor.nbytes, batch_bytes + tensor.nbytes
-            batch.append((name, tensor))
-            if batch_bytes >= LOAD_BYTES:
+        digests: list[int] = []
+        batches, total = self._batches(update_info, digests), 0
+        while batch := self._next(batches):
+            total += sum(tensor.nbytes for _, tensor in batch)
+            with timed(self._seconds, "load_s"):
                 model.load_weights(batch)
-                batch, batch_bytes = [], 0
-        model.load_weights(batch)
         self.received = {"digest": combine(digests), "bytes": total}
 
-    def _stream(self, info: TransferUpdate) -> Iterator[tuple[str, torch.Tensor]]:
+    def _next(self, batches: Iterator[Batch]) -> Batch:
+        with timed(self._seconds, "transfer_s"):
+            return next(batches, [])
+
+    def _batches(self, info: TransferUpdate, digests: list[int]) -> Iterator[Batch]:
+        """`LOAD_BYTES` and more at a time; a tensor is hashed while the next ones arrive."""
+        batch: Batch = []
+        n_bytes = 0
+        for name, tensor in stream(self._group, self._room(info)):
+            digests.append(tensor_digest(name, tensor))
+            batch.append((name, tensor))
+            n_bytes += tensor.nbytes
+            if n_bytes >= LOAD_BYTES:
+                yield batch
+                batch, n_bytes = [], 0
+        yield batch
+
+    def _room(self, info: TransferUpdate) -> Iterator[tuple[str, torch.Tensor]]:
         for name, dtype, shape in zip(info.names, info.dtype_names, info.shapes, strict=True):
-            tensor = torch.empty(shape, dtype=getattr(torch, dtype), device=self.device)
-            broadcast(self._group, tensor)
-            yield name, tensor
+            yield name, torch.empty(shape, dtype=getattr(torch, dtype), device=self.device)
 
     def finish_weight_update(self) -> None:
         """Pack what vLLM packs, then what it forgets."""
+        with timed(self._seconds, "load_s"):
+            self._finish()
+        if self.received is not None:
+            self.received |= self._seconds
+
+    def _finish(self) -> None:
         finalize: Any = finalize_layerwise_reload  # untyped
         finalize(self.model, self.model_config)
         for method, kernel in self._moe_kernels:
@@ -178,6 +207,8 @@ def register() -> None:
     for name, engine in (("gloo", GlooEngine), ("molt_nccl", NcclEngine)):
         if name not in WeightTransferEngineFactory._registry:
             WeightTransferEngineFactory.register_engine(name, engine)
+    if current_platform.is_cpu():
+        _wait_without_spinning()
     parent = multiprocessing.parent_process()
     if os.environ.get("MOLT_ENGINE") != "1" or parent is None:
         return
@@ -185,6 +216,15 @@ def register() -> None:
         threading.Thread(
             target=_exit_with, args=(parent.pid,), name=_ORPHAN_WATCH, daemon=True
         ).start()
+
+
+def _wait_without_spinning() -> None:
+    """Let vLLM's processes sleep a moment where they yield while they wait for each other.
+
+    They wait so whenever one of them works, with a core each: on two cores it is taken from the
+    forward, the refit and the trainer.
+    """
+    shm_broadcast.sched_yield = functools.partial(time.sleep, _YIELD_S)
 
 
 def _exit_with(parent_pid: int | None) -> None:

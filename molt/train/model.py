@@ -24,6 +24,7 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     fully_shard,
 )
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from molt.cpu import automodel_on_cpu
@@ -144,8 +145,7 @@ class ShardedModel:
         of a layer's projection are one tensor, whichever ranks hold them.
         """
         for name, tensor in self._exported():
-            shards = self._to_engine_dtype(tensor)
-            full = shards.full_tensor() if hasattr(shards, "full_tensor") else shards
+            full = _whole(self._to_engine_dtype(tensor))
             yield from self._to_checkpoint_names(name, full)
 
     def manifest(self) -> list[tuple[str, str, tuple[int, ...]]]:
@@ -182,6 +182,13 @@ class ShardedModel:
 
     def _fsdp_modules(self) -> list[FSDPModule]:
         return [module for module in self.module.modules() if isinstance(module, FSDPModule)]
+
+
+def _whole(tensor: torch.Tensor) -> torch.Tensor:
+    """All shards of a tensor; the only one itself, without a collective."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    return tensor.to_local() if tensor.device_mesh.size() == 1 else tensor.full_tensor()
 
 
 def join_ranks(init_method: str, rank: int, world_size: int) -> None:
