@@ -36,6 +36,7 @@ from molt.schemas.records import PlanRow, Version
 from molt.screen import Screen
 from molt.sinks import Sinks
 from molt.store import Log
+from molt.store.control import Record
 from molt.store.fold import Group
 from molt.store.retention import Upkeep
 
@@ -150,8 +151,8 @@ class Run:
 
     # -- one step ------------------------------------------------------------------------------
 
-    async def plan(self) -> int | None:
-        """Wait for enough closed groups and write their plan; its record number, None to stop."""
+    async def plan(self) -> Record | None:
+        """Wait for enough closed groups and write their plan; None to stop."""
         step = self.step + 1
         self._phase("generation", f"step {step}: waiting for rollouts")
         while not self.stopping:
@@ -194,19 +195,20 @@ class Run:
         issued = self.issuer.issued_at.get(group.group_id, self.version)
         return min(issued, oldest_version(self.fold, group, issued))
 
-    def put_plan(self, step: int, rows: Sequence[PlanRow]) -> int:
+    def put_plan(self, step: int, rows: Sequence[PlanRow]) -> Record:
         """Make the plan durable: from here on its groups are settled and the step will happen."""
         groups = {row.group_id: self.fold.groups[row.group_id] for row in rows}
         trained = [outcome for group in groups.values() for outcome in self._outcomes(group)]
         self.meter.planned = rollout_metrics(trained, self.meter.dropped)
-        number = self.put("plan", rows, asdict(plan_header(self.config, step, self.epoch)))
+        header = asdict(plan_header(self.config, step, self.epoch))
+        plan = self._settle("plan", rows, header)
         self.issuer.fill()
-        return number
+        return plan
 
     def drop(self, drop: Drop, group: Group | None = None) -> None:
         """Settle a group without a step; a run that only drops is stopped with the reason."""
         self.meter.drop(drop.reason, self._outcomes(group) if group is not None else [])
-        self.put("drop", [drop], {})
+        self._settle("drop", [drop], {})
         self.screen.say(f"{drop.group_id} dropped: {drop.reason}")
         self._dropped_in_a_row += 1
         limit = max(self.config.run.drops_in_a_row_max, 10 * self.config.data.groups_per_step)
@@ -217,15 +219,20 @@ class Run:
                 'rollouts group by 1"` shows all reasons'
             )
 
+    def _settle(self, kind: str, rows: Sequence[Any], header: Mapping[str, Any]) -> Record:
+        record = self.log.records(self.put(kind, rows, header))[0]
+        self.issuer.settle(record)
+        return record
+
     def _outcomes(self, group: Group) -> list[Row]:
         return [a.outcome for a in finished(self.fold, group) if a.outcome is not None]
 
-    async def train(self, plan: int) -> None:
+    async def train(self, plan: Record) -> None:
         """Execute a durable plan, record the step, and checkpoint when it is due."""
         step = self.step + 1
         self._phase("training", f"step {step}: training, rollouts go on")
-        outcome = await self._meanwhile(self.cluster.execute(plan))
-        self.record_step(step, self.log.records(plan)[0].rows, outcome)
+        outcome = await self._meanwhile(self.cluster.execute(plan.n))
+        self.record_step(step, plan.rows, outcome)
         self.step, self.state_digest = step, outcome.state_digest
         if step == self.config.run.steps or step % self.config.checkpoint.every == 0:
             await self.checkpoint()
@@ -263,8 +270,6 @@ class Run:
         number = self.log.control.put(kind, rows, header)
         self.meter.commit_s.append(time.perf_counter() - started)
         self.fold.update()
-        if kind in ("plan", "drop"):
-            self.issuer.settle(self.log.records(number)[0])
         return number
 
     # -- weights -------------------------------------------------------------------------------
@@ -288,6 +293,7 @@ class Run:
             self.publisher.engines |= fresh
             try:
                 published = await self.publisher.refit(self.step)
+                self.meter.refit = self.publisher.parts
                 if Version(epoch=self.epoch, version=self.step) not in self.fold.policies:
                     self.record_policy(published)
                 await self.publisher.resume()
@@ -305,7 +311,6 @@ class Run:
             self._phase("generation", f"step {self.step + 1}: waiting for rollouts")
 
     def record_policy(self, published: Published) -> None:
-        self.meter.refit = self.publisher.parts
         self.meter.recompute_tokens += published.recompute_tokens
         self.put("policy", [{"epoch": self.epoch, "kv": "recomputed", **asdict(published)}])
         self.version = published.version
