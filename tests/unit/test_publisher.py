@@ -74,6 +74,8 @@ class Engine:
             self.spoiled -= 1
             digest = "f" * 16 if self.spoiled >= 0 else f"{self.trainer.version:016x}"
             return {"digest": digest}
+        if method == "recomputed":
+            return 7, 0.25
         return {"pause": 5, "score": [np.full(3, -1.0, np.float32)]}.get(method)
 
 
@@ -123,6 +125,12 @@ def test_an_engine_that_dies_at_the_resume_is_reported(where: str = "resume") ->
 
     asyncio.run(run())
     assert lost == ["engine-1"] and list(publisher.engines) == ["engine-0"]
+
+
+def test_an_engine_that_is_dead_when_it_is_asked_what_it_recomputed_is_left_to_the_pause() -> None:
+    publisher, _, lost = rig({}, {"dies_in": "recomputed"}, {})
+    assert asyncio.run(publisher.recomputed()) == {"tokens": 14, "seconds": 0.25}
+    assert lost == []
 
 
 def test_one_that_was_started_again_joins_in_a_new_group() -> None:
