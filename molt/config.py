@@ -274,6 +274,7 @@ AT_LEAST = {
 }
 ONE_OF: dict[str, Collection[str]] = {
     "engine.dtype": ("float32", "bfloat16"),
+    "engine.kv": ("recomputed", "kept"),
     "algo.advantage": ESTIMATORS,
     "algo.loss": LOSS_NAMES,
     "algo.lag": POLICIES,
@@ -297,6 +298,11 @@ def validate(config: Config) -> None:
         raise ConfigError(
             f"engine.dtype is {config.engine.dtype} and train.dtype is {train.dtype}: a mixture "
             "hides the updates from the rollout policy; set both to the same"
+        )
+    if config.engine.kv == "kept" and train.routing != "off":
+        raise ConfigError(
+            f"engine.kv is 'kept' and train.routing is '{train.routing}': recorded experts lie "
+            "beside the KV and are dropped with it at a refit; set engine.kv = 'recomputed'"
         )
     if algo.max_lag < algo.refit_every - 1:
         raise ConfigError(

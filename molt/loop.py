@@ -232,6 +232,7 @@ class Run:
         step = self.step + 1
         self._phase("training", f"step {step}: training, rollouts go on")
         outcome = await self._meanwhile(self.cluster.execute(plan.n))
+        self.meter.recomputed = await self.publisher.recomputed()
         self.record_step(step, plan.rows, outcome)
         self.step, self.state_digest = step, outcome.state_digest
         if step == self.config.run.steps or step % self.config.checkpoint.every == 0:
@@ -312,7 +313,8 @@ class Run:
 
     def record_policy(self, published: Published) -> None:
         self.meter.recompute_tokens += published.recompute_tokens
-        self.put("policy", [{"epoch": self.epoch, "kv": "recomputed", **asdict(published)}])
+        row = {"epoch": self.epoch, "kv": self.config.engine.kv, **asdict(published)}
+        self.put("policy", [row])
         self.version = published.version
 
     # -- evaluation and waiting ----------------------------------------------------------------

@@ -93,6 +93,9 @@ class Meter:
         """`rollout_metrics` of the plan."""
         self.refit: dict[str, float] = {}
         """`Publisher.parts` of the refit before this step."""
+        self.recomputed: dict[str, float] = {}
+        """`Publisher.recomputed`: of the tokens whose KV a refit dropped those that were computed
+        again, a shared prompt once, and the seconds of the engine's steps that did it."""
 
     def drop(self, reason: str, outcomes: Sequence[Outcome]) -> None:
         self.drops[reason.partition(":")[0]] += 1
@@ -114,6 +117,7 @@ class Meter:
                 "max": max(self.commit_s, default=None),
             },
             "recompute_tokens": self.recompute_tokens,
+            "recomputed": self.recomputed,
             "refit": {name: round(seconds, 4) for name, seconds in self.refit.items()},
             "reissued": self.reissued,
             "redone": self.redone,

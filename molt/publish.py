@@ -168,6 +168,20 @@ class Publisher:
         """Let the engines sample; one that is gone meanwhile is left out."""
         await self._on_engines("resume")
 
+    async def recomputed(self) -> dict[str, float]:
+        """What resumed engines computed again since the last call: "tokens" of all of them, and
+        "seconds" of the one that took longest. A dead engine is the next pause's concern.
+        """
+        calls = (self.call(e, "recomputed", self.epoch) for e in self.engines.values())
+        tokens, seconds = 0, 0.0
+        for answer in await asyncio.gather(*calls, return_exceptions=True):
+            if isinstance(answer, EngineError):
+                continue
+            if isinstance(answer, BaseException):
+                raise answer
+            tokens, seconds = tokens + answer[0], max(seconds, answer[1])
+        return {"tokens": tokens, "seconds": seconds}
+
     async def self_test(self, version: int, seed: int) -> Gap:
         """I3 (a): publish perturbed weights, probe, restore, probe. Raises ModelIdentityError.
 

@@ -41,6 +41,8 @@ class TrainSequence:
     temperature: float
     chain: tuple[tuple[int, int], ...] = ()
     """(segment, position behind its last token in this sequence), root first."""
+    kept_kv: tuple[tuple[int, int], ...] = ()
+    """[start, end) of the segments that were sampled over KV of older weights than their own."""
 
 
 @dataclass(slots=True)
@@ -122,7 +124,7 @@ def _sequence(
     limit: int | None,
 ) -> TrainSequence:
     ids, masks, logprobs, lags = [], [], [], []
-    chain, n = [], 0
+    chain, kept_kv, n = [], [], 0
     for piece in branch.pieces:
         row = segments[piece.segment].row
         lag = token_lags(row, step)
@@ -136,6 +138,8 @@ def _sequence(
         masks.append(mask[: piece.end])
         logprobs.append(row["logprobs"][: piece.end])
         lags.append(lag[: piece.end])
+        if row["kv"] == "kept":
+            kept_kv.append((n, n + piece.end))
         n += piece.end
         chain.append((piece.segment, n))
     mask = np.concatenate(masks)
@@ -152,6 +156,7 @@ def _sequence(
         advantage=plan_row["advantage"],
         temperature=_temperature(segments, branch),
         chain=tuple(chain),
+        kept_kv=tuple(kept_kv),
     )
 
 

@@ -231,16 +231,18 @@ class Engine:
         ]
 
     async def pause(self, epoch: int) -> int:
-        """Freeze every request where it stands and drop all KV; it is recomputed on resume.
+        """Freeze every request where it stands; unless `kv` is "kept", drop all KV, which is then
+        recomputed on resume.
 
         Returns the number of tokens whose KV was dropped.
         """
         llm = await self._admit(epoch)
-        await self._call("pause", llm.pause_generation(mode="keep", clear_cache=True))
+        drop = self._settings.kv != "kept"
+        await self._call("pause", llm.pause_generation(mode="keep", clear_cache=drop))
         self._paused = True
         for request in self._in_flight.values():
             request.interrupt()
-        return self.tokens_in_flight()
+        return self.tokens_in_flight() if drop else 0
 
     def tokens_in_flight(self) -> int:
         """Prompt and sampled tokens of the sequences that have begun to sample."""
@@ -249,6 +251,14 @@ class Engine:
         states = self._llm.output_processor.request_states.values()
         begun = [s for s in states if not s.is_prefilling and s.detokenizer is not None]
         return sum(s.prompt_len + s.detokenizer.num_output_tokens() for s in begun)
+
+    async def recomputed(self, epoch: int) -> tuple[int, float]:
+        """Tokens whose KV was computed again after a pause, and the seconds of the steps that did
+        it, both since the last call; see `molt.rollout.scheduler`."""
+        llm = await self._admit(epoch)
+        asked = vllm_calls.ask_scheduler(llm, "recomputed")
+        tokens, seconds = await self._call("recomputed", asked)
+        return tokens, seconds
 
     async def resume(self, epoch: int) -> None:
         """Let the frozen requests go on, under the weights received since.
@@ -294,6 +304,11 @@ class Engine:
             raise ModelIdentityError(
                 f"engine {self._id}: its workers received different weights: {received}; send again"
             )
+        if self._settings.kv == "kept":
+            holding = await self._call("holding_kv", vllm_calls.ask_scheduler(llm, "holding_kv"))
+            for request in self._in_flight.values():
+                if request.queue.request_id in holding:
+                    request.keep_kv()
         self._published = self._whole = True
         return {**received[0], "seconds": time.perf_counter() - started}
 

@@ -91,6 +91,7 @@ class Growing:
         versions = [run[:2] for run in done.version_runs]
         swapped = len({v for v in (self._version, *versions) if v is not None}) > 1
         self._version = versions[-1] if versions else self._version
+        kv = "kept" if done.kept_kv else "recomputed" if swapped else None
         old = self.source
         number = self.session.append(
             parent=self._parent,
@@ -99,7 +100,7 @@ class Growing:
             done=replace(done, finish_reason=finish_reason),
             train_reason=old["train_reason"] if old else self.train_reason,
             sampling=recorded_sampling(old) if old else self.sampling,
-            kv=(old["kv"] if old else None) or ("recomputed" if swapped else None),
+            kv=(old["kv"] if old else None) or kv,
             role=self.request.role,
             engine_id=engine_id,
             source_attempt=old["attempt"] if old else None,

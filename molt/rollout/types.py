@@ -25,6 +25,10 @@ class EngineConfig:
     """Tokens of prompt and completion together."""
     max_num_seqs: int = 64
     kv_cache_gib: float = 1.0
+    kv: str = "recomputed"
+    """At a refit, of sequences in flight: "recomputed" under the new weights, or "kept": no prefill
+    on resume, but the rest of the sequence is sampled over KV of older weights. What was sampled so
+    is marked, is not held against the limits of lag-0 tokens, and later turns compute anew."""
     weight_transfer: str = "gloo"
     """"gloo" on CPU, "nccl" on GPUs."""
     threads: int = 2
@@ -63,6 +67,8 @@ class Completion:
     the last sampled token, which was not forwarded. Empty unless the engine captures routing."""
     n_cached: int = 0
     """Prompt tokens whose KV the engine had."""
+    kept_kv: bool = False
+    """True if tokens here were sampled over KV of older weights than their version's."""
 
 
 def join(pieces: Sequence[Completion]) -> Completion:
@@ -81,6 +87,7 @@ def join(pieces: Sequence[Completion]) -> Completion:
         finish_reason=pieces[-1].finish_reason,
         stop_token=pieces[-1].stop_token,
         n_cached=pieces[0].n_cached,
+        kept_kv=any(p.kept_kv for p in pieces),
         routing=merge_runs([run for p in pieces for run in p.routing]),
     )
 

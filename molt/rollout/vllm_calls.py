@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 PROBE_PREFIX = "probe-"
 """Ids of the requests that run while the engine is paused; see `molt.rollout.scheduler`."""
 
+ASK_SCHEDULER = "molt_ask_scheduler"
+"""The utility call that `molt.rollout.scheduler` adds to vLLM's EngineCore."""
+
 ROUTING_KEY = "molt_routing"
 """In vLLM's `additional_config`: the CPU scheduler passes expert choices on."""
 
@@ -177,6 +180,7 @@ class Request:
         self._states = llm.output_processor.request_states
         self._state = self._states.get(queue.request_id)
         self._taken = 0
+        self._kept_from: int | None = None
 
     def interrupt(self) -> None:
         """Wake the reader, which then takes what there is as a "partial" piece."""
@@ -184,6 +188,11 @@ class Request:
 
         self.cut = True
         self.queue.put(RequestOutput(self.queue.request_id, None, None, None, [], False))
+
+    def keep_kv(self) -> None:
+        """The weights changed under the KV that this request has: what comes now rests on both."""
+        if self._kept_from is None:
+            self._kept_from = self._taken + self.n_new
 
     def fail(self, error: Exception) -> None:
         """Let the reader raise `error`."""
@@ -222,6 +231,7 @@ class Request:
             stop_token=int(ids[-1]) if by_token else None,
             n_cached=n_cached or 0,
             routing=self._take_routing(last),
+            kept_kv=self._kept_from is not None and end > self._kept_from,
         )
 
     def _take_routing(self, last: Any) -> RoutingRuns:
@@ -256,6 +266,12 @@ def version_runs(
             version = Version.parse(label)
             runs.append((version.epoch, version.version, n))
     return tuple(runs)
+
+
+async def ask_scheduler(llm: "AsyncLLM", method: str) -> Any:
+    """What a method of `molt.rollout.scheduler` answers."""
+    core: Any = llm.engine_core
+    return await core.call_utility_async(ASK_SCHEDULER, method)
 
 
 async def transfer(

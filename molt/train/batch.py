@@ -32,6 +32,8 @@ class Batch:
     """float32"""
     lag_N: np.ndarray
     """int64"""
+    kept_kv_N: np.ndarray
+    """bool, sampled over KV of older weights: `behaviour_N` is of no one version"""
 
     def take(self, sequences: Sequence[int]) -> tuple[list[Wanted], np.ndarray]:
         """The given sequences and the flat places [n] of their tokens in this batch."""
@@ -67,6 +69,7 @@ def make_batch(
         behaviour_N=_concat([s.logprobs[s.mask] for s in kept], np.float32),
         advantage_N=np.repeat(np.array([s.advantage for s in kept], np.float32), counts),
         lag_N=_concat([s.lag[s.mask] for s in kept], np.int64),
+        kept_kv_N=_concat([_over_kept_kv(s)[s.mask] for s in kept], bool),
     )
 
 
@@ -103,6 +106,13 @@ def _checked(sequence: "TrainSequence") -> "TrainSequence":
             "the first must be finite, the second positive"
         )
     return sequence
+
+
+def _over_kept_kv(sequence: "TrainSequence") -> np.ndarray:
+    found = np.zeros(len(sequence.token_ids), bool)
+    for start, end in sequence.kept_kv:
+        found[start:end] = True
+    return found
 
 
 def _concat(parts: list[np.ndarray], dtype: type) -> np.ndarray:

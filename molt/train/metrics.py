@@ -94,9 +94,17 @@ def gap_summary(gap_N: np.ndarray) -> dict[str, float]:
     }
 
 
-def mismatch(gap_N: np.ndarray, lag_N: np.ndarray) -> dict[str, dict[str, float]]:
-    """`gap_summary` over all tokens ("all") and for each lag ("0", "1", ...)."""
+def mismatch(
+    gap_N: np.ndarray, lag_N: np.ndarray, kept_kv_N: np.ndarray
+) -> dict[str, dict[str, float]]:
+    """`gap_summary` over all tokens ("all") and for each lag ("0", "1", ...).
+
+    Tokens sampled over KV of older weights count apart ("kept"): at lag 0 too they have a gap.
+    """
     summaries = {"all": gap_summary(gap_N)}
+    if kept_kv_N.any():
+        summaries["kept"] = gap_summary(gap_N[kept_kv_N])
+    gap_N, lag_N = gap_N[~kept_kv_N], lag_N[~kept_kv_N]
     for lag in np.unique(lag_N):
         summaries[str(int(lag))] = gap_summary(gap_N[lag_N == lag])
     return summaries
@@ -107,7 +115,7 @@ def policy_gaps(batch: Batch, prepared_N: torch.Tensor, is_cap: float | None) ->
     gap_N = gather(prepared_N.numpy().astype(np.float64) - batch.behaviour_N)
     ratio_N, n = np.exp(gap_N), max(len(gap_N), 1)
     return {
-        "mismatch": mismatch(gap_N, gather(batch.lag_N)),
+        "mismatch": mismatch(gap_N, gather(batch.lag_N), gather(batch.kept_kv_N)),
         "ratio_mean": float(ratio_N.sum()) / n,
         "is_clip_frac": 0.0 if is_cap is None else int((ratio_N > is_cap).sum()) / n,
     }

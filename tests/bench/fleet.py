@@ -13,6 +13,7 @@ import statistics
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import factories as make
@@ -49,6 +50,11 @@ def a_run(conf: Config, log: Log, cluster: Any, kind: type[Run] = Run) -> Run:
     screen = Screen(Console(file=io.StringIO()))
     run = kind(conf, screen, log, 1, cluster, Prompts(conf.data, 0))
     run.fold = open_fold(log, Start(), screen.say)
+
+    async def recomputed() -> dict[str, float]:
+        return {"tokens": 0, "seconds": 0.0}
+
+    run.publisher = SimpleNamespace(recomputed=recomputed)  # type: ignore[assignment]
     return run
 
 

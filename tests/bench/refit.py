@@ -95,10 +95,14 @@ def bench_run(folder: Path, model: str, report: Report) -> None:
         ("bare broadcast of the model's tensors", n_bytes / 1e6, bare_s),
     ]
     parts = {k: statistics.median(m["refit"][k] for m in steady) for k in steady[0]["refit"]}
+    again = [m["recomputed"] for m in steady]
     report.add(
         "Refit beside a bare broadcast, gloo",
         table(["", "MB", "s"], rows),
         table(["parts of a refit, s", *parts], [("median", *parts.values())]),
+        "Recomputing KV after a refit, apart: "
+        f"{statistics.fmean(a['tokens'] for a in again):.0f} tokens in "
+        f"{statistics.fmean(a['seconds'] for a in again):.3f} s on average.",
     )
     ratio = (refit_s / refits[-1]["bytes"]) / (bare_s / n_bytes)
     report.target("refit to a bare broadcast, per byte", ratio, 1.3, most=True)

@@ -100,6 +100,11 @@ def test_spans_switch_at_the_right_token_in_mid_sequence(rig: Rig, folder: str) 
         assert running and not any(task.done() for task in [*running, late])
         await rig.engine.resume(1)
         assert (await late).version_runs[0][:2] == (1, 12)
+        await asyncio.gather(*tasks)
+        tokens, seconds = await rig.engine.recomputed(1)
+        # The begun sequences share no more than the prompt; of each the last token had no KV yet.
+        assert dropped - len(tasks) * (len(PROMPT) + 2) <= tokens <= dropped and seconds > 0
+        assert await rig.engine.recomputed(1) == (0, 0.0)
         return await asyncio.gather(*running)
 
     completions = rig.run(scenario())

@@ -11,6 +11,7 @@ import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -103,7 +104,11 @@ class Driver(Simulation):
         async def execute(plan: int) -> Any:
             return trainer.execute_plan(plan)
 
+        async def recomputed() -> dict[str, float]:
+            return {"tokens": 0, "seconds": 0.0}
+
         players.on_trainers, players.execute = on_trainers, execute
+        self.run.publisher = SimpleNamespace(recomputed=recomputed)
 
     async def go(self, steps: int) -> None:
         run = self.run

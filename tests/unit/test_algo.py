@@ -211,10 +211,15 @@ def test_mini_batches_keep_rollouts_whole_and_lose_nothing() -> None:
 
 def test_mismatch_is_reported_by_lag() -> None:
     gap_N = np.array([0.0, 0.1, -0.3])
-    summary = mismatch(gap_N, np.array([0, 1, 1]))
+    summary = mismatch(gap_N, np.array([0, 1, 1]), np.zeros(3, bool))
     assert set(summary) == {"all", "0", "1"}
     assert summary["0"] == {"n": 1, "mean": 0.0, "p999": 0.0, "max": 0.0, "k3": 0.0}
     assert summary["1"]["mean"] == pytest.approx(0.2)
     expected = (math.exp(0.1) - 1.1 + math.exp(-0.3) - 0.7) / 2
     assert summary["1"]["k3"] == pytest.approx(expected)
     assert gap_summary(np.zeros(0))["n"] == 0
+    apart = mismatch(gap_N, np.array([0, 1, 1]), np.array([False, False, True]))
+    assert {name: found["n"] for name, found in apart.items()} == {
+        **{"all": 3, "0": 1, "1": 1},
+        "kept": 1,
+    }

@@ -10,6 +10,7 @@ from molt.replay.assemble import assemble
 from molt.schemas.errors import LogCorrupt, SegmentRejected
 from molt.store import Log, Writer
 from molt.store.branches import token_lags
+from molt.train.batch import make_batch
 
 
 def plan_of(log: Log, rows: list[dict[str, Any]], step: int = 1, **header: Any) -> Any:
@@ -31,6 +32,19 @@ def test_one_turn_comes_back_exactly(log: Log, w: Writer) -> None:
     assert s.mask.tolist() == [False, False, True, True]
     assert s.logprobs.tolist() == [0.0, 0.0, -0.5, -1.5]
     assert (s.advantage, s.temperature, s.tip) == (0.25, 1.0, 0)
+
+
+def test_what_was_sampled_over_kept_kv_is_marked_up_to_the_batch(log: Log, w: Writer) -> None:
+    root = make.segment(ids=[1, 2, 3, 4], sampled=[0, 0, 1, 1], finish_reason="partial")
+    child = make.segment(
+        segment=1, parent=0, keep=4, parent_digest=root["digest"], ids=[9, 8], kv="kept"
+    )
+    refs = append(w, root, child)
+    row = make.plan_row("train-0/0", refs)
+    row["branches"] = [{"tip": 1, "refs": [make.as_ref(r) for r in refs]}]
+    (s,) = assemble(log, plan_of(log, [row]))
+    assert s.kept_kv == ((4, 6),)
+    assert make_batch([s]).kept_kv_N.tolist() == [False, False, True, True]
 
 
 def test_a_fork_owns_each_sampled_token_once(log: Log, w: Writer) -> None:

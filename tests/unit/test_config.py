@@ -40,6 +40,7 @@ def test_the_demo_loads_and_overrides_apply() -> None:
         ('reward.weights={score="much"}', "'reward.weights"),
         ("data=3", "'data' must be a section, got 3"),
         ("algo.loss=ppo", "algo.loss is 'ppo'"),
+        ("engine.kv=keep", "engine.kv is 'keep'"),
         ("algo.advantage=gae", "algo.advantage is 'gae'"),
         ("agent.env=no_such_module:X", "agent.env"),
     ],
@@ -47,6 +48,12 @@ def test_the_demo_loads_and_overrides_apply() -> None:
 def test_mistakes_are_named(override: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         load(DEMO, [override])
+
+
+def test_kept_kv_and_recorded_experts_exclude_each_other() -> None:
+    assert load(DEMO, ["engine.kv=kept"]).engine.kv == "kept"
+    with pytest.raises(ConfigError, match=r"engine\.kv .*train\.routing is 'freeze'"):
+        load(DEMO, ["engine.kv=kept", "train.routing=freeze"])
 
 
 def test_none_is_a_value_only_where_a_number_may_be_missing() -> None:

@@ -76,6 +76,8 @@ class Engine:
             self.spoiled -= 1
             digest = "f" * 16 if self.spoiled >= 0 else f"{self.trainer.version:016x}"
             return {"digest": digest}
+        if method == "recomputed":
+            return 7, 0.25
         return {"pause": 5, "score": [np.full(3, -1.0, np.float32)]}.get(method)
 
 
@@ -152,6 +154,12 @@ def test_the_successor_of_the_only_engine_is_waited_for(tmp_path: Path, where: s
     assert [r.kind for r in run.log.records()].count("policy") == 1
     assert successor.tokens_after[-1] == "resume" and announced == [{"engine-0": successor}]
     assert list(run.publisher.engines.values()) == [successor]
+
+
+def test_an_engine_that_is_dead_when_it_is_asked_what_it_recomputed_is_left_to_the_pause() -> None:
+    publisher, _, lost = rig({}, {"dies_in": "recomputed"}, {})
+    assert asyncio.run(publisher.recomputed()) == {"tokens": 14, "seconds": 0.25}
+    assert lost == []
 
 
 def test_one_that_was_started_again_joins_in_a_new_group() -> None:

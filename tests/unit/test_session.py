@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -99,6 +100,8 @@ def test_joined_pieces() -> None:
     assert whole.token_ids.tolist() == [1, 2, 5, 6, 7] and whole.token_ids.dtype == np.int32
     assert whole.version_runs == ((1, 3, 3), (1, 4, 2))
     assert (whole.finish_reason, whole.stop_token, whole.n_cached) == ("stop", 7, 3)
+    assert not whole.kept_kv
+    assert join([piece([1], 3, ""), replace(piece([2], 4, "stop"), kept_kv=True)]).kept_kv
 
 
 def call(key: str | None = None, waiting: int = 0, delivered: bool = False) -> Any:
