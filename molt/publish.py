@@ -19,9 +19,10 @@ from molt.schemas.errors import EngineError, ModelIdentityError
 PROBE_PROMPTS = 8
 PROBE_TOKENS = 32
 RETRIES = 2
-PARTS = ("pause_s", "gather_s", "hash_s", "send_s", "transfer_s", "load_s", "probe_s")
-"""Of a refit. The sender's gathering and hashing are inside `send_s`, which also waits while an
-engine loads; `transfer_s` is the engine's receiving and hashing, `load_s` its loading."""
+PARTS = ("score_s", "pause_s", "gather_s", "hash_s", "send_s", "transfer_s", "load_s", "probe_s")
+"""Of a refit. `score_s`, the trainer's side of the probe, comes before the pause. The sender's
+gathering and hashing are inside `send_s`, which also waits while an engine loads; `transfer_s` is
+the engine's receiving and hashing, `load_s` its loading, `probe_s` its side of the probe."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,15 +125,17 @@ class Publisher:
 
     async def refit(self, version: int) -> Published:
         """Pause, transfer, compare digests, probe. Generation stays paused: the caller records
-        the policy and resumes.
+        the policy and resumes. The trainer scores the probe before the pause, not within it.
 
         An engine that fails is left out and the group formed anew with the others. Raises
         ModelIdentityError if digests still differ after `RETRIES` more attempts, EngineError if no
         engine is left.
         """
-        dropped, why = 0, ""
+        dropped, why, parts = 0, "", dict.fromkeys(PARTS, 0.0)
+        with timed(parts, "score_s"):
+            expected = (await self._on_trainers("score", self._probe.sequences))[0]
         for _ in range(1 + RETRIES):
-            self.parts = dict.fromkeys(PARTS, 0.0)
+            self.parts = dict(parts)
             with timed(self.parts, "pause_s"):
                 dropped = max(dropped, await self._pause())
             try:
@@ -143,7 +146,7 @@ class Publisher:
                 if any(r["digest"] != sent["digest"] for r in received):
                     continue
                 with timed(self.parts, "probe_s"):
-                    found = await self.measure()
+                    found = await self._compare(expected)
             except ModelIdentityError:
                 raise
             except EngineError as error:  # the next pause finds out whose it was
@@ -206,14 +209,18 @@ class Publisher:
 
     async def measure(self) -> Gap:
         """Score the probe on both sides; the largest gap over all engines."""
-        scores, *engine_scores = await asyncio.gather(
-            self._on_trainers("score", self._probe.sequences),
+        expected = (await self._on_trainers("score", self._probe.sequences))[0]
+        return await self._compare(expected)
+
+    async def _compare(self, expected: Sequence[np.ndarray]) -> Gap:
+        """Score the probe on every engine; the largest gap to the trainer's own values."""
+        scores = await asyncio.gather(
             *(
                 self.call(e, "score", self.epoch, self._probe.sequences)
                 for e in self.engines.values()
-            ),
+            )
         )
-        gaps = [gap(e, scores[0], self._probe.n_context) for e in engine_scores]
+        gaps = [gap(found, expected, self._probe.n_context) for found in scores]
         return max(gaps, key=lambda g: g.mean_gap)
 
     @property
