@@ -104,12 +104,13 @@ class Meter:
     def take(self) -> dict[str, Any]:
         seconds = self.clock.lap()
         whole = max(sum(seconds.values()), 1e-9)
+        paused = seconds.get("refit", 0.0) - self.refit.get("score_s", 0.0)  # that comes before
         found = {
             **self.planned,
             "seconds": seconds,
             "idle": {
                 "trainer": round(seconds.get("generation", 0.0) / whole, 4),
-                "engines": round(seconds.get("refit", 0.0) / whole, 4),
+                "engines": round(max(paused, 0.0) / whole, 4),
             },
             "drops": dict(self.drops),
             "commit_s": {

@@ -69,7 +69,10 @@ class RoutingReader:
                 continue
             first, last = int(fresh[0]), int(fresh[-1]) + 1
             rows_NLK = self._read(sequence, ref, first, last)
-            experts_TLK[fresh] = rows_NLK[fresh - first]
+            if len(fresh) == len(rows_NLK):
+                experts_TLK[first:last] = rows_NLK
+            else:
+                experts_TLK[fresh] = rows_NLK[fresh - first]
             known_T[fresh] = True
         recorded = Recorded(experts_TLK=experts_TLK, known_T=known_T)
         self._check_ids(recorded, _name(sequence))

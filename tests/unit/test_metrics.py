@@ -51,6 +51,14 @@ def test_plan_metrics_count_each_lag_and_what_was_solved() -> None:
     assert found["rollouts_excluded"] == 1
 
 
+def test_engines_sample_while_the_trainer_scores_the_probe(monkeypatch: pytest.MonkeyPatch) -> None:
+    meter = Meter()
+    spent = {"training": 6.0, "refit": 4.0}
+    monkeypatch.setattr(meter.clock, "lap", lambda: spent)
+    meter.refit = {"score_s": 1.5, "probe_s": 1.5}
+    assert meter.take()["idle"] == {"trainer": 0.0, "engines": 0.25}
+
+
 def test_the_meter_begins_anew_after_every_step() -> None:
     meter = Meter()
     meter.drop("no reward: agent: boom", [outcome(7)])
