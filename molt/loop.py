@@ -220,7 +220,7 @@ class Run:
             )
 
     def _settle(self, kind: str, rows: Sequence[Any], header: Mapping[str, Any]) -> Record:
-        record = self.log.records(self.put(kind, rows, header))[0]
+        record = self.put(kind, rows, header)
         self.issuer.settle(record)
         return record
 
@@ -265,13 +265,14 @@ class Run:
         self.sinks.write(step, metrics)
         self.screen.step(step, self.config.run.steps, metrics)
 
-    def put(self, kind: str, rows: Sequence[Any], header: Mapping[str, Any] | None = None) -> int:
-        """One durable control record, folded at once."""
+    def put(
+        self, kind: str, rows: Sequence[Any], header: Mapping[str, Any] | None = None
+    ) -> Record:
+        """One durable control record, folded at once; as every reader of the log sees it."""
         started = time.perf_counter()
         number = self.log.control.put(kind, rows, header)
         self.meter.commit_s.append(time.perf_counter() - started)
-        self.fold.update()
-        return number
+        return next(record for record in self.fold.update() if record.n == number)
 
     # -- weights -------------------------------------------------------------------------------
 

@@ -16,7 +16,7 @@ import pyarrow as pa
 
 from molt.schemas.errors import SegmentRejected
 from molt.schemas.streams import ROW_TOKENS_MAX
-from molt.schemas.text import escape_text, unescape_text
+from molt.schemas.text import ESCAPE_BYTES, escape_text, unescape_text
 
 Row = dict[str, Any]
 
@@ -241,7 +241,16 @@ def _values(table: pa.Table, name: str) -> list[Any]:
     if _is_numbers(col.type) and col.null_count == 0:
         offsets, values = flat(table, name)
         return [values[a:b] for a, b in pairwise(offsets.tolist())]
-    return [_unescape(v) for v in col.to_pylist()]
+    rows: list[Any] = col.to_pylist()
+    if pa.types.is_primitive(col.type) or not _has_escape(col):
+        return rows
+    return [_unescape(v) for v in rows]
+
+
+def _has_escape(column: pa.ChunkedArray) -> bool:
+    """Whether some text of a column may need `unescape_text`; nearly none does."""
+    buffers = (b for chunk in column.chunks for b in chunk.buffers() if b is not None)
+    return any(map(ESCAPE_BYTES.search, buffers))
 
 
 def _unescape(value: Any) -> Any:

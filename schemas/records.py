@@ -6,7 +6,7 @@ Source of every word: the table of words in README.md.
 
 import dataclasses
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from typing import Any
 
 import numpy as np
@@ -238,12 +238,23 @@ class PlanHeader:
 
 def to_row(record: Any) -> dict[str, Any]:
     """A record (or any dataclass) as a mapping of its fields, nested records included."""
-    return {f.name: _plain(getattr(record, f.name)) for f in dataclasses.fields(record)}
+    return {name: _plain(getattr(record, name)) for name in _field_names(type(record))}
+
+
+_FIELD_NAMES: dict[type, tuple[str, ...]] = {}
+
+
+def _field_names(kind: type) -> tuple[str, ...]:
+    """Of a dataclass; nothing of any other type."""
+    if kind not in _FIELD_NAMES:
+        fields = dataclasses.fields(kind) if is_dataclass(kind) else ()
+        _FIELD_NAMES[kind] = tuple(f.name for f in fields)
+    return _FIELD_NAMES[kind]
 
 
 def _plain(value: Any) -> Any:
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+    if _field_names(type(value)):
         return to_row(value)
-    if isinstance(value, list | tuple) and any(map(dataclasses.is_dataclass, value[:1])):
+    if isinstance(value, list | tuple) and value and _field_names(type(value[0])):
         return [_plain(item) for item in value]
     return value

@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from typing import Any
 
 ESCAPE = "\ufdd0"
+ESCAPE_BYTES = re.compile(ESCAPE.encode())
+"""Finds the mark in UTF-8 of any length."""
 _NEEDS_ESCAPE = re.compile("[\ud800-\udfff\ufdd0]")
 _ESCAPED = re.compile("\ufdd0(\ufdd0|[0-9a-f]{4})")
 

@@ -167,8 +167,12 @@ class Fold:
         self.last_planned = 0
         self._orphans: dict[str, list[tuple[str, Row, Ref]]] = {}
 
-    def update(self) -> None:
-        """Fold in everything that is newly visible: control records first, then data rows."""
+    def update(self) -> list[Record]:
+        """Fold in everything that is newly visible: control records first, then data rows.
+
+        Returns the control records, those of abandoned lineages too.
+        """
+        found = []
         self.tail.more = True
         while self.tail.more:
             records, commits = self.tail.poll()
@@ -177,6 +181,8 @@ class Fold:
                     self._control(record)
             for commit in commits:
                 self._data(commit)
+            found += records
+        return found
 
     def is_settled(self, group_id: str) -> bool:
         purpose, _, ordinal = group_id.rpartition("-")

@@ -267,18 +267,24 @@ class RowReader:
         self._cache: OrderedDict[tuple[str, int, tuple[str, ...] | None], pa.Table] = OrderedDict()
         self._cached_bytes = 0
         self._places: dict[tuple[str, int], CommitFile] = {}
+        self._listed: dict[tuple[str, int], int] = {}
+        """Of each bucket the number behind the last one that was seen in it."""
 
     def place(self, writer: str, seq: int, *, again: bool = False) -> CommitFile:
-        """`find_commit`, remembered: a bucket is listed once for all commits that it holds.
+        """`find_commit`, remembered: what a bucket has is listed once for all its commits.
 
         What was remembered may have moved by now; `again` looks anew.
         """
+        bucket = (writer, seq // BUCKET)
         if again or (writer, seq) not in self._places:
             if len(self._places) > PLACES_KEPT:
                 self._places.clear()
-            found = {f.seq: f for f in bucket_files(self.log, writer, seq // BUCKET)}
-            self._places.update(((writer, n), f) for n, f in found.items())
-            if seq not in found:
+                self._listed.clear()
+            found = bucket_files(self.log, *bucket, seq if again else self._listed.get(bucket, 0))
+            self._places.update(((writer, f.seq), f) for f in found)
+            if found:
+                self._listed[bucket] = found[-1].seq + 1
+            if again or (writer, seq) not in self._places:
                 self._places[writer, seq] = find_commit(self.log, writer, seq)
         return self._places[writer, seq]
 

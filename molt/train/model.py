@@ -145,7 +145,9 @@ class ShardedModel:
         of a layer's projection are one tensor, whichever ranks hold them.
         """
         for name, tensor in self._exported():
-            full = _whole(self._to_engine_dtype(tensor))
+            full = self._to_engine_dtype(tensor)
+            if isinstance(full, DTensor):
+                full = full.full_tensor()
             yield from self._to_checkpoint_names(name, full)
 
     def manifest(self) -> list[tuple[str, str, tuple[int, ...]]]:
@@ -158,14 +160,14 @@ class ShardedModel:
         return rows
 
     def _exported(self) -> Iterator[tuple[str, torch.Tensor]]:
-        state = self.module.state_dict()
+        state = self.module.state_dict(keep_vars=True)  # detaching sharded tensors takes long
         unique = self.parameters().keys() | {
             name.replace(_WRAPPER, "") for name, _ in self.module.named_buffers()
         }
         for name, tensor in state.items():
             clean = name.replace(_WRAPPER, "")
             if clean in unique:
-                yield clean, tensor
+                yield clean, _alone(tensor).detach()
 
     def _to_checkpoint_names(
         self, name: str, tensor: torch.Tensor
@@ -176,19 +178,17 @@ class ShardedModel:
         return list(adapter.convert_single_tensor_to_hf(name, tensor))
 
     def _to_engine_dtype(self, tensor: torch.Tensor) -> torch.Tensor:
-        if not tensor.is_floating_point():
-            return tensor.detach()
-        return tensor.detach().to(DTYPES[self.options.dtype])
+        return tensor.to(DTYPES[self.options.dtype]) if tensor.is_floating_point() else tensor
 
     def _fsdp_modules(self) -> list[FSDPModule]:
         return [module for module in self.module.modules() if isinstance(module, FSDPModule)]
 
 
-def _whole(tensor: torch.Tensor) -> torch.Tensor:
-    """All shards of a tensor; the only one itself, without a collective."""
-    if not isinstance(tensor, DTensor):
-        return tensor
-    return tensor.to_local() if tensor.device_mesh.size() == 1 else tensor.full_tensor()
+def _alone(tensor: torch.Tensor) -> torch.Tensor:
+    """The only shard of a tensor as a plain one; one with several as it is."""
+    if isinstance(tensor, DTensor) and tensor.device_mesh.size() == 1:
+        return tensor.to_local()
+    return tensor
 
 
 def join_ranks(init_method: str, rank: int, world_size: int) -> None:

@@ -1,7 +1,7 @@
 """The loop over the log beside an in-memory queue, refits beside a bare broadcast, many workers.
 
-`python tests/bench/loop_bench.py` takes about ten minutes; `--only step,run,fold,scale` a part of
-it. Nothing here asserts a time: what is compared takes turns in one run.
+`python tests/bench/loop_bench.py` takes about 20 minutes, `--only step,refit,run,fold,scale` a part
+of them. Nothing here asserts a time: what is compared takes turns in one run.
 
 The in-memory queue exists only here. It is `multiprocessing.Queue`: rows travel as pickled numpy
 arrays from the process that makes them to the driver, nothing is durable, nothing is checked.
@@ -49,7 +49,7 @@ from molt.train.settings import trainer_settings
 from molt.train.trainer import StepResult
 
 SPAWN = multiprocessing.get_context("spawn")
-PARTS = ("step", "run", "fold", "scale")
+PARTS = ("step", "refit", "run", "fold", "scale")
 SHAPE = RoutingShape(layers=tuple(range(48)), top_k=8, n_experts=128)
 ROUNDS = 3
 WARM_UP = 2
@@ -404,6 +404,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=args.dir) as name:
         steps = {
             "step": lambda: bench_step(Path(name), report),
+            "refit": lambda: refit.bench_refit(Path(name), args.model, report),
             "run": lambda: refit.bench_run(Path(name), args.model, report),
             "fold": lambda: fleet.bench_fold(Path(name), report),
             "scale": lambda: fleet.bench_scale(Path(name), report),

@@ -1,4 +1,4 @@
-"""A real run: idle shares of its steps, and its refits beside a bare broadcast."""
+"""Refits beside a bare broadcast, and where the time of a real run's steps goes."""
 
 import json
 import multiprocessing
@@ -6,21 +6,26 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from report import Report, table
 
+from molt.config import load
+from molt.model import resolve_model
+from molt.process import free_port
+from molt.publish import PARTS
 from molt.store import Log
 
 SPAWN = multiprocessing.get_context("spawn")
 RECIPE = Path(__file__).parents[2] / "molt" / "recipes" / "demo.toml"
 STEPS = 8
-BROADCASTS = 7
+REFITS = 12
 
 
 def broadcast_all(folder: str, rank: int, port: int, conn: Any) -> None:
-    """Every tensor of a model, one after the other, as float32 over gloo; seconds of each time."""
+    """Sends or receives the tensors of a model, one after the other, whenever it is told to."""
     import torch
     from safetensors import safe_open
 
@@ -35,36 +40,101 @@ def broadcast_all(folder: str, rank: int, port: int, conn: Any) -> None:
     for file in sorted(Path(folder).glob("*.safetensors")):
         with safe_open(str(file), framework="pt") as opened:
             tensors += [opened.get_tensor(k).float().contiguous() for k in list(opened.keys())]
-    times = []
-    for _ in range(BROADCASTS):
+    conn.send(sum(t.nbytes for t in tensors))
+    while conn.recv():
         started = time.perf_counter()
         for tensor in tensors:
             broadcast(group, tensor)
-        times.append(time.perf_counter() - started)
-    conn.send((sum(t.nbytes for t in tensors), times))
+        conn.send(time.perf_counter() - started)
 
 
-def bare(folder: str) -> tuple[int, float]:
-    """Bytes, and the median of the seconds that the sender took."""
-    conn, other = SPAWN.Pipe()
-    children = [SPAWN.Process(target=broadcast_all, args=(folder, 0, 0, other))]
-    children[0].start()
-    ignored, last = SPAWN.Pipe()
-    args = (folder, 1, conn.recv(), last)
-    children.append(SPAWN.Process(target=broadcast_all, args=args))
-    children[1].start()
-    n_bytes, times = conn.recv()
-    ignored.recv()
-    for child in children:
-        child.join()
-    return n_bytes, statistics.median(times[1:])
+class Bare:
+    """Two processes that do nothing but broadcast a model from one to the other over gloo."""
+
+    def __init__(self, folder: str) -> None:
+        self.conns, self.children, port = [], [], 0
+        for rank in (0, 1):
+            conn, other = SPAWN.Pipe()
+            child = SPAWN.Process(target=broadcast_all, args=(folder, rank, port, other))
+            child.start()
+            self.conns.append(conn)
+            self.children.append(child)
+            if rank == 0:
+                port = conn.recv()
+        self.n_bytes = max(conn.recv() for conn in self.conns)
+
+    def seconds(self) -> float:
+        """Until the receiver has all of it."""
+        for conn in self.conns:
+            conn.send(True)
+        return max(conn.recv() for conn in self.conns)
+
+    def close(self) -> None:
+        for conn, child in zip(self.conns, self.children, strict=True):
+            conn.send(False)
+            child.join()
+
+
+def refits(folder: Path, model: str, bare: Bare) -> Iterator[tuple[float, dict[str, Any]]]:
+    """A bare broadcast's seconds and what a refit of a paused engine took, `REFITS` times."""
+    from tiny import Rig
+
+    from molt.train.actor import TrainerActor
+    from molt.train.settings import trainer_settings
+
+    settings = trainer_settings(load(RECIPE), model)
+    log = str(Log.create(folder / "none").path)
+    trainer = TrainerActor(settings, 0, 1, f"tcp://127.0.0.1:{free_port()}", None, log)
+    trainer.start()
+    rig = Rig(model)
+    try:
+        rig.start()
+        rig.run(rig.engine.pause(1))
+        manifest = trainer.manifest()
+        for version in range(REFITS):
+            bare_s = bare.seconds()
+            sent, received = rig.run(rig.send(trainer.export(), manifest, version))
+            assert sent["digest"] == received["digest"]
+            yield bare_s, sent | received
+    finally:
+        rig.close()
+        trainer.close()
+
+
+def bench_refit(folder: Path, model: str, report: Report) -> None:
+    """Refits and bare broadcasts in turns; the engine is paused and both trainers idle."""
+    model = resolve_model(model or load(RECIPE).model)
+    bare = Bare(model)
+    try:
+        found = list(refits(folder, model, bare))[1:]
+    finally:
+        bare.close()
+    n_bytes = found[0][1]["bytes"]
+    ratios = [(r["transfer_s"] / n_bytes) / (s / bare.n_bytes) for s, r in found]
+    rows = [
+        ("refit: gather, send, receive, hash on both sides", n_bytes / 1e6)
+        + quartiles([r["transfer_s"] for _, r in found]),
+        ("bare broadcast of the model's tensors", bare.n_bytes / 1e6)
+        + quartiles([s for s, _ in found]),
+        ("ratio within a round, per byte", "") + quartiles(ratios),
+    ]
+    parts = {k: statistics.median(r[k] for _, r in found) for k in PARTS if k in found[0][1]}
+    report.add(
+        "Refit beside a bare broadcast, gloo",
+        table(["", "MB", "median, s", "quarter, s", "three quarters, s"], rows),
+        f"{REFITS - 1} rounds in turns with the engine paused.",
+        table(["parts of a refit, s", *parts], [("median", *parts.values())]),
+    )
+    report.target("refit to a bare broadcast, per byte", statistics.median(ratios), 1.3, most=True)
+
+
+def quartiles(values: list[float]) -> tuple[float, float, float]:
+    low, median, high = statistics.quantiles(values, n=4)
+    return median, low, high
 
 
 def bench_run(folder: Path, model: str, report: Report) -> None:
     """Eight steps of the demo's recipe."""
-    from molt.config import load
-    from molt.model import resolve_model
-
     path = folder / "run"
     sets = [f"run.dir={path}", f"run.steps={STEPS}", "data.eval=", "checkpoint.every=100"]
     sets += [f"model={model}"] if model else []
@@ -87,22 +157,12 @@ def bench_run(folder: Path, model: str, report: Report) -> None:
         f"takes {statistics.fmean(c['mean'] for c in commits) * 1e3:.1f} ms on average, "
         f"{max(c['max'] for c in commits) * 1e3:.1f} at most.",
     )
-    refits = [r.rows[0] for r in log.records() if r.kind == "policy"]
-    refit_s = statistics.median(r["seconds"] for r in refits[1:])
-    n_bytes, bare_s = bare(resolve_model(load(RECIPE, sets).model))
-    rows = [
-        ("refit: gather, send, receive, hash on both sides", refits[-1]["bytes"] / 1e6, refit_s),
-        ("bare broadcast of the model's tensors", n_bytes / 1e6, bare_s),
-    ]
     parts = {k: statistics.median(m["refit"][k] for m in steady) for k in steady[0]["refit"]}
     again = [m["recomputed"] for m in steady]
     report.add(
-        "Refit beside a bare broadcast, gloo",
-        table(["", "MB", "s"], rows),
-        table(["parts of a refit, s", *parts], [("median", *parts.values())]),
+        "A real run: parts of a refit",
+        table(["", *parts], [("median, s", *parts.values())]),
         "Recomputing KV after a refit, apart: "
         f"{statistics.fmean(a['tokens'] for a in again):.0f} tokens in "
         f"{statistics.fmean(a['seconds'] for a in again):.3f} s on average.",
     )
-    ratio = (refit_s / refits[-1]["bytes"]) / (bare_s / n_bytes)
-    report.target("refit to a bare broadcast, per byte", ratio, 1.3, most=True)

@@ -4,7 +4,7 @@ Letters of tensor shapes: B batch, T tokens, V vocabulary.
 """
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterable
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -114,9 +114,13 @@ class Rig:
 
     async def publish(self, model: Any, version: int) -> tuple[dict, dict]:
         """One refit of a paused engine; returns what was sent and what was received."""
-        assert self.sender is not None
         named = list(model.named_parameters())
         manifest = [(n, str(p.dtype).removeprefix("torch."), tuple(p.shape)) for n, p in named]
+        return await self.send(named, manifest, version)
+
+    async def send(self, named: Iterable[Any], manifest: Any, version: int) -> tuple[dict, dict]:
+        """`publish` of tensors that are made as they are sent."""
+        assert self.sender is not None
         receiving = asyncio.create_task(self.engine.receive_weights(self.epoch, manifest, version))
         sent = await asyncio.to_thread(self.sender.send, named)
         return sent, await receiving
