@@ -36,7 +36,7 @@ from molt.schemas.records import PlanRow, Version
 from molt.screen import Screen
 from molt.sinks import Sinks
 from molt.store import Log
-from molt.store.control import Record
+from molt.store.control import Record, read_record
 from molt.store.fold import Group
 from molt.store.retention import Upkeep
 
@@ -272,7 +272,8 @@ class Run:
         started = time.perf_counter()
         number = self.log.control.put(kind, rows, header)
         self.meter.commit_s.append(time.perf_counter() - started)
-        return next(record for record in self.fold.update() if record.n == number)
+        folded = {record.n: record for record in self.fold.update()}
+        return folded.get(number) or read_record(self.log.path, number)  # a listing may be late
 
     # -- weights -------------------------------------------------------------------------------
 
