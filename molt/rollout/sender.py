@@ -23,8 +23,8 @@ _c10d: Any = dist  # its classes are re-exported in a way type checkers do not f
 TRANSFER_TIMEOUT = timedelta(seconds=300)
 """How long one side waits for the other: to join the group, and within one broadcast."""
 
-AHEAD_BYTES = 8 << 20
-"""Of the tensors that are under way at once: enough to keep the wire busy, little to hold."""
+AHEAD_BYTES = 64 << 20
+"""Of the tensors that are under way at once: so many arrive while the engine loads those before."""
 
 
 def open_store(host: str, port: int, world_size: int, *, is_master: bool) -> Any:

@@ -42,7 +42,7 @@ from molt.process import timed
 from molt.rollout.routing import RoutingCapture
 from molt.rollout.sender import join_gloo, join_nccl, open_store, stream
 
-LOAD_BYTES = 256 << 20
+LOAD_BYTES = 64 << 20
 """Received tensors are loaded when they are this many."""
 _ORPHAN_POLL_S = 0.5
 _YIELD_S = 2e-4
@@ -79,7 +79,7 @@ class HashingEngine(WeightTransferEngine[TransferInit, TransferUpdate]):
     received: dict[str, Any] | None = None
     """Digest and bytes of the last complete update, None before it and after a broken one; and its
     seconds: `transfer_s` until the last tensor was here and hashed, without `load_s`, the work of
-    vLLM's loaders."""
+    vLLM's loaders, in which others arrive."""
     _group: Any = None
     _join: Any  # join_gloo or join_nccl
 
@@ -115,9 +115,10 @@ class HashingEngine(WeightTransferEngine[TransferInit, TransferUpdate]):
             raise
 
     def receive_weights(self, update_info: TransferUpdate) -> None:
-        """Broadcast, hash and load; memory stays within one layer and `LOAD_BYTES`.
+        """Broadcast, hash and load; memory stays within one layer, `LOAD_BYTES` and `AHEAD_BYTES`.
 
-        Loading goes in batches: vLLM walks its table of all experts once per call.
+        Loading goes in batches, since vLLM walks its table of all experts once per call; the next
+        tensors arrive meanwhile.
         """
         if self._group is None:
             raise RuntimeError("weight transfer: the group was not formed (init_transfer)")
