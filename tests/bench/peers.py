@@ -29,6 +29,7 @@ import molt.store.cold
 import molt.store.commit
 from molt.schemas.columns import flat, one_chunk
 from molt.store import Log, Ticket
+from molt.store.reader import all_files, read_ahead, writer_names
 
 COLUMNS = ["token_ids", "sampled", "logprobs", "version_runs"]
 """What a trainer's packer needs of a segment."""
@@ -142,9 +143,10 @@ class Molt(Peer):
 
     def read(self, out: Packed) -> None:
         molt.store.cold._row_group.cache_clear()  # a log that fits into it is not the usual one
-        tail = self.log.tail(streams={"segments"}, columns={"segments": COLUMNS})
-        for commit in tail.poll()[1]:
-            out.put(packed(commit.table))
+        files = [f for w in writer_names(self.log.path) for f in all_files(self.log.path, w)]
+        segments = [f for f in files if f.stream == "segments"]
+        for _, read in read_ahead(segments, lambda _: COLUMNS):
+            out.put(packed(read().table))
 
     def disk_bytes(self) -> int:
         folders = (self.folder / "log" / "data", self.folder / "log" / "cold")
