@@ -3,12 +3,12 @@
 Nothing here repairs or skips: a commit is delivered whole or `LogCorrupt` says which one is not.
 """
 
-import contextlib
 import errno
 import re
 from collections import OrderedDict, deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, islice
@@ -363,15 +363,18 @@ class RowReader:
         self, places: dict[tuple[str, int], list[Ref]], columns: tuple[str, ...] | None
     ) -> Iterator[tuple[list[Ref], pa.Table]]:
         """The rows of each commit, those that are not cached read ahead."""
-        unread = (self.place(*place) for place in places if (*place, columns) not in self._cache)
         wanted = list(columns) if columns is not None else None
-        with contextlib.closing(read_ahead(unread, lambda _: wanted)) as ahead:
-            upcoming = next(ahead, None)
+        missing = dict.fromkeys(p for p in places if (*p, columns) not in self._cache)
+        with closing(read_ahead((self.place(*p) for p in missing), lambda _: wanted)) as ahead:
             for place, refs in places.items():
-                read: Callable[[], Commit] = partial(read_commit, self.place(*place), wanted)
-                if upcoming is not None and place == (upcoming[0].writer, upcoming[0].seq):
-                    read, upcoming = upcoming[1], next(ahead, None)
+                read: Callable[[], Commit] = partial(self._again, place, wanted)
+                if place in missing:
+                    _, read = next(ahead)
                 yield refs, _taken(self._commit((*place, columns), read), refs)
+
+    def _again(self, place: tuple[str, int], columns: list[str] | None) -> Commit:
+        """Of what the other commits pushed out of the cache since."""
+        return read_commit(self.place(*place), columns)
 
     def _commit(self, key: _Key, read: Callable[[], Commit]) -> pa.Table:
         if key in self._cache:
@@ -393,7 +396,7 @@ class RowReader:
         found = None
         if not file.cold:
             where = f"{file.writer}/{file.seq}.{file.stream}"
-            with contextlib.suppress(FileNotFoundError):  # it has left its file since
+            with suppress(FileNotFoundError):  # it has left its file since
                 found = read_place(file.path, where, ref.row)
         if found is None:
             row = self.row(ref)
