@@ -105,7 +105,8 @@ class Writer:
         self._idle = self._closed = False
         self._broken: WriterClosed | None = None
         """Why nothing can be appended any more, if so."""
-        self._keys: OrderedDict[tuple[Any, ...], tuple[bytes, Ticket]] = OrderedDict()
+        self._keys: OrderedDict[tuple[Any, ...], tuple[bytes, Ticket | Ref]] = OrderedDict()
+        """The content's digest, and the ticket until it is resolved: it is twenty times a Ref."""
         self._parents: dict[tuple[str, int], dict[int, Parent]] = {}
         self._open_directory()
         self._thread = threading.Thread(target=self._flush_loop, name="molt-writer", daemon=True)
@@ -131,8 +132,8 @@ class Writer:
     def append(self, stream: str, row: Any) -> Ticket:
         """Check, copy and queue one row (a mapping, or a record of molt.schemas.records).
 
-        The same key with the same content returns the first ticket; other content under a key
-        is SegmentRejected. `at` is filled in.
+        The same key with the same content returns the first ticket, or a new one of that row if
+        it is durable already; other content under a key is SegmentRejected. `at` is filled in.
         """
         mapping = dict(row) if isinstance(row, Mapping) else to_row(row)
         schema = self.schema(stream)
@@ -230,8 +231,12 @@ class Writer:
         return known.n_chain if known else None
 
     def _same_key(self, stream: str, row: Row, key: tuple[Any, ...], digest: bytes) -> Ticket:
-        first, ticket = self._keys[key]
+        first, found = self._keys[key]
         if first == digest:
+            if isinstance(found, Ticket):
+                return found
+            ticket = Ticket()
+            ticket.set_result(found)
             return ticket
         raise SegmentRejected(
             f"{row_name(stream, row)}: conflicting content under a key that this writer has "
@@ -311,10 +316,14 @@ class Writer:
             for p in batch:
                 p.ticket.set_exception(error)
             return False
+        with self._lock:
+            for p, ref in zip(batch, refs, strict=True):
+                if isinstance(ref, Exception):
+                    self._forget([p])
+                elif p.key is not None and p.key in self._keys:
+                    self._keys[p.key] = (self._keys[p.key][0], ref)
         for p, ref in zip(batch, refs, strict=True):
             if isinstance(ref, Exception):
-                with self._lock:
-                    self._forget([p])
                 p.ticket.set_exception(ref)
             else:
                 p.ticket.set_result(ref)

@@ -144,6 +144,9 @@ def test_records_and_mappings_are_the_same_row(log: Log, w: Writer) -> None:
     ticket = w.append("rewards", record)
     assert w.append("rewards", make.reward(value=0.5)) is ticket
     w.flush()
+    assert w.append("rewards", record).result(0) == ticket.result()
+    with pytest.raises(SegmentRejected, match="conflicting content"):
+        w.append("rewards", make.reward(value=0.25))
     assert log.row(ticket.result())["value"] == 0.5
 
 
