@@ -156,12 +156,17 @@ def decode(
     return Commit(writer=writer, seq=seq, stream=stream, header=header, table=table)
 
 
+def is_compressed(head: bytes) -> bool:
+    """From the first HEAD_BYTES of a commit; a guess that only decides how it is read."""
+    return ZSTD_FRAME in head
+
+
 def _parse(raw: bytes | memoryview, columns: list[str] | None) -> tuple[dict[str, str], pa.Table]:
     source = pa.py_buffer(raw)
     reader = pa.ipc.open_file(source)
     meta = {k.decode(): v.decode() for k, v in (reader.metadata or {}).items()}
     table: Any = None
-    if columns is None or ZSTD_FRAME not in bytes(source[:HEAD_BYTES]):
+    if columns is None or not is_compressed(bytes(source[:HEAD_BYTES])):
         table = reader.read_all()
     if columns is not None:
         names = reader.schema.names

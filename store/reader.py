@@ -23,7 +23,7 @@ from molt.schemas.columns import to_rows
 from molt.schemas.errors import LogCorrupt, LogGap, Retired
 from molt.schemas.records import Ref
 from molt.store.cold import ColdFile, cold_file, cold_files, read_cold, schema_of
-from molt.store.commit import Commit, decode
+from molt.store.commit import HEAD_BYTES, Commit, decode, is_compressed
 from molt.store.files import STORE
 from molt.store.ranges import check_positions, read_place, read_range
 
@@ -225,17 +225,18 @@ def read_commit(file: CommitFile, columns: list[str] | None = None) -> Commit:
 def read_ahead(files: Iterable[CommitFile], columns: Columns = lambda file: None) -> Ahead:
     """Each file in order with the call that gives its commit, or raises what `read_commit` does.
 
-    Large hot commits that come next are read, verified and unpacked by two other threads
+    Large compressed hot commits that come next are read, verified and unpacked by two other threads
     meanwhile, at most AHEAD_COMMITS and AHEAD_BYTES_MAX of them. The threads end with the iterator.
     """
     rest = iter(files)
     first = list(islice(rest, 2))
     pool = ThreadPoolExecutor(AHEAD_THREADS, "molt-read") if len(first) == 2 else None
     waiting: deque[tuple[CommitFile, int, Callable[[], Commit]]] = deque()
+    packed: dict[str, bool] = {}
     n_bytes = 0
     try:
         for file in chain(first, rest):
-            size = _ahead_bytes(file) if pool is not None else 0
+            size = _ahead_bytes(file, packed) if pool is not None else 0
             while waiting and (len(waiting) >= AHEAD_COMMITS or n_bytes + size > AHEAD_BYTES_MAX):
                 before, n, result = waiting.popleft()
                 n_bytes -= n
@@ -252,15 +253,21 @@ def read_ahead(files: Iterable[CommitFile], columns: Columns = lambda file: None
             pool.shutdown(cancel_futures=True)
 
 
-def _ahead_bytes(file: CommitFile) -> int:
-    """Size of a commit that is worth a thread, otherwise 0; a damaged or lost one is no error."""
+def _ahead_bytes(file: CommitFile, packed: dict[str, bool]) -> int:
+    """Size of a commit that is worth a thread, otherwise 0; a damaged or lost one is no error.
+
+    What is only copied is read sooner where it is used: another core's cache costs more. `packed`
+    remembers that of a stream, whose large commits are alike.
+    """
     if file.cold or file.retired:
         return 0
     try:
         size = STORE.identity(file.path)[1]
+        if size >= AHEAD_BYTES_MIN and file.stream not in packed:
+            packed[file.stream] = is_compressed(STORE.read(file.path, 0, HEAD_BYTES))
     except OSError:
         return 0
-    return size if size >= AHEAD_BYTES_MIN else 0
+    return size if size >= AHEAD_BYTES_MIN and packed[file.stream] else 0
 
 
 def together(files: Sequence[CommitFile]) -> Iterator[list[CommitFile]]:

@@ -31,6 +31,18 @@ def commits(log: Log) -> list[CommitFile]:
     return files
 
 
+def test_what_is_only_copied_is_read_where_it_is_used(
+    log: Log, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("molt.store.commit.COMPRESS_BYTES_MIN", 1 << 60)
+    with log.writer(linger_s=60) as w:
+        for i in range(2):
+            w.append("segments", make.segment(rollout_id=f"train-{i}/0", ids=range(40_000)))
+            w.flush()
+    for _, read in read_ahead(writer_files(log.path, w.name)[:2]):
+        assert read().table.num_rows == 1 and threads() == []
+
+
 def threads() -> list[str]:
     return [t.name for t in threading.enumerate() if t.name.startswith("molt-read")]
 
