@@ -97,7 +97,7 @@ def segments_of(source: RowSource, plan_row: Mapping[str, Any]) -> dict[int, Pla
     """The rollout's segment rows by number, checked like at append, parents included."""
     refs = {tuple(ref.items()): ref for b in plan_row["branches"] for ref in b["refs"]}
     found = [Ref(**ref) for ref in refs.values()]
-    rows = [source.row(ref) for ref in found if source.stream(ref) == "segments"]
+    rows = source.rows([ref for ref in found if source.stream(ref) == "segments"])
     rows.sort(key=lambda r: r["segment"])
     parents: dict[int, Parent] = {}
     for r in rows:

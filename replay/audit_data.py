@@ -8,7 +8,7 @@ settled; of everything else 24 bytes per row stay, to find rows that two writers
 import heapq
 import json
 from array import array
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -42,6 +42,7 @@ from molt.store.reader import (
     bucket_files,
     cold_commits,
     find_commit,
+    read_ahead,
     read_commit,
     writer_epoch,
     writer_names,
@@ -123,7 +124,7 @@ class DataPass:
     def _writer(self, index: int, writer: str) -> None:
         limit = self.lineage.last_seq(writer)
         expected = 0
-        for file in self._files(writer):
+        for file, read in read_ahead(self._files(writer)):
             if limit is not None and file.seq > limit:
                 self.report.invisible += 1
                 continue
@@ -133,7 +134,7 @@ class DataPass:
                 self.report.retired += 1
                 self.any_retired = True
             elif file.stream != END:
-                self._commit(index, file)
+                self._commit(index, file, read)
         self._missing(writer, expected, (limit if limit is not None else -1) + 1)
 
     def _missing(self, writer: str, first: int, end: int) -> None:
@@ -152,11 +153,11 @@ class DataPass:
         )
         yield from heapq.merge(hot, cold.values(), key=lambda f: f.seq)
 
-    def _commit(self, index: int, file: CommitFile) -> None:
+    def _commit(self, index: int, file: CommitFile, read: Callable[[], Commit]) -> None:
         self._done += 1
         self.report.progress(self._done, max(self._total, self._done), "data log")
         try:
-            commit = read_commit(file)
+            commit = read()
         except (MoltError, OSError) as error:
             self.report.violation("I6", str(error))
             return

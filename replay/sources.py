@@ -4,6 +4,7 @@ A plan of an offline run names rows that other logs hold; nothing is copied. Eac
 once and must be the run that the epoch record names.
 """
 
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -23,6 +24,7 @@ class RowSource(Protocol):
     """Whatever resolves a row address."""
 
     def row(self, ref: Ref) -> dict[str, Any]: ...
+    def rows(self, refs: Sequence[Ref]) -> list[dict[str, Any]]: ...
     def stream(self, ref: Ref) -> str: ...
     def routing_place(self, ref: Ref) -> tuple[int, int, int] | None: ...
     def experts(self, ref: Ref, first: int, end: int) -> npt.NDArray[np.uint8]: ...
@@ -64,8 +66,16 @@ class Sources:
         return self._listed
 
     def row(self, ref: Ref) -> dict[str, Any]:
-        self.commits.add((ref.log, ref.writer, ref.seq))
-        return self._reader(ref.log).row(ref)
+        return self.rows([ref])[0]
+
+    def rows(self, refs: Sequence[Ref]) -> list[dict[str, Any]]:
+        """The rows in the order of `refs`; their commits are read ahead."""
+        self.commits.update((ref.log, ref.writer, ref.seq) for ref in refs)
+        found = {
+            index: iter(self._reader(index).rows([r for r in refs if r.log == index]))
+            for index in {ref.log for ref in refs}
+        }
+        return [next(found[ref.log]) for ref in refs]
 
     def stream(self, ref: Ref) -> str:
         """The stream of a row's commit; nothing of it is read."""

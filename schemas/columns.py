@@ -150,7 +150,7 @@ def _bytes(width: int | None, value: Any) -> bytes:
 
 
 def _struct(fields: Mapping[str, Convert], value: Any) -> Row:
-    if not isinstance(value, Mapping):
+    if type(value) is not dict and not isinstance(value, Mapping):
         raise TypeError(f"got {type(value).__name__}")
     if value.keys() != fields.keys():
         raise ValueError(f"fields {sorted(value)} instead of {sorted(fields)}")
@@ -158,12 +158,18 @@ def _struct(fields: Mapping[str, Convert], value: Any) -> Row:
 
 
 def _list_converter(item: pa.DataType) -> Convert:
-    if pa.types.is_integer(item):
-        return partial(_list, partial(_integers, np.dtype(item.to_pandas_dtype())))
-    if pa.types.is_floating(item):
-        return partial(_list, partial(_floats, np.dtype(item.to_pandas_dtype())))
+    if pa.types.is_integer(item) or pa.types.is_floating(item):
+        dtype = np.dtype(item.to_pandas_dtype())
+        convert = partial(_integers if pa.types.is_integer(item) else _floats, dtype)
+        return partial(_numbers, dtype, convert)
     make = converter(item)
     return partial(_list, lambda value: [make(v) for v in value])
+
+
+def _numbers(dtype: np.dtype[Any], make: Convert, value: Any) -> Any:
+    if not (type(value) is np.ndarray and value.dtype is dtype and value.ndim == 1):
+        return _list(make, value)
+    return _list(np.ndarray.copy, value)  # nearly all rows: as the engine client makes them
 
 
 def _list(make: Convert, value: Any) -> Any:
@@ -175,8 +181,6 @@ def _list(make: Convert, value: Any) -> Any:
 
 
 def _integers(dtype: np.dtype[Any], value: Any) -> np.ndarray:
-    if type(value) is np.ndarray and value.dtype is dtype and value.ndim == 1:
-        return value.copy()
     if len(value) == 0:
         return np.zeros(0, dtype)
     # numpy makes float64 of Python integers on both sides of 2**63, and loses their low bits.

@@ -26,6 +26,10 @@ ZEROS = b"0" * DIGITS
 COMPRESS_BYTES_MIN = 64 << 10
 """Below this zstd costs more time (a context per buffer) than it saves; compaction packs later."""
 
+ZSTD_FRAME = b"\x28\xb5\x2f\xfd"
+HEAD_BYTES = 16 << 10
+"""How a compressed buffer begins, and where the first one is; chance hits only cost time."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Commit:
@@ -89,7 +93,7 @@ def _file(
     table: pa.Table, schema: pa.Schema, codec: pa.Codec | None, meta: Mapping[str, str]
 ) -> memoryview:
     sink = pa.BufferOutputStream()
-    options = pa.ipc.IpcWriteOptions(compression=codec)
+    options = pa.ipc.IpcWriteOptions(compression=codec, use_threads=False)
     with pa.ipc.new_file(sink, schema, options=options, metadata=meta) as out:
         out.write_table(table.combine_chunks())
     return memoryview(sink.getvalue()).cast("B")
@@ -152,15 +156,27 @@ def decode(
     return Commit(writer=writer, seq=seq, stream=stream, header=header, table=table)
 
 
+def is_compressed(head: bytes) -> bool:
+    """From the first HEAD_BYTES of a commit; a guess that only decides how it is read."""
+    return ZSTD_FRAME in head
+
+
 def _parse(raw: bytes | memoryview, columns: list[str] | None) -> tuple[dict[str, str], pa.Table]:
     source = pa.py_buffer(raw)
     reader = pa.ipc.open_file(source)
+    meta = {k.decode(): v.decode() for k, v in (reader.metadata or {}).items()}
+    table: Any = None
+    if columns is None or not is_compressed(bytes(source[:HEAD_BYTES])):
+        table = reader.read_all()
     if columns is not None:
         names = reader.schema.names
-        picked = [names.index(c) for c in columns if c in names]
-        options = pa.ipc.IpcReadOptions(included_fields=picked)
-        reader = pa.ipc.open_file(source, options=options)
-    table = reader.read_all()
+        picked = [c for c in names if c in columns]
+        table = table.select(picked) if table is not None else None
+        # Of an uncompressed file all columns together cost nothing, some are copied by Arrow; but
+        # as views they keep the whole of it in memory.
+        if table is None or 2 * table.nbytes < len(raw):
+            indexes = [names.index(c) for c in picked]
+            options = pa.ipc.IpcReadOptions(included_fields=indexes, use_threads=False)
+            table = pa.ipc.open_file(source, options=options).read_all()
     table.validate(full=True)
-    meta = {k.decode(): v.decode() for k, v in (reader.metadata or {}).items()}
     return meta, table

@@ -3,12 +3,15 @@
 Nothing here repairs or skips: a commit is delivered whole or `LogCorrupt` says which one is not.
 """
 
-import contextlib
 import errno
 import re
-from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections import OrderedDict, deque
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, suppress
 from dataclasses import dataclass
+from functools import partial
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +23,7 @@ from molt.schemas.columns import to_rows
 from molt.schemas.errors import LogCorrupt, LogGap, Retired
 from molt.schemas.records import Ref
 from molt.store.cold import ColdFile, cold_file, cold_files, read_cold, schema_of
-from molt.store.commit import Commit, decode
+from molt.store.commit import HEAD_BYTES, Commit, decode, is_compressed
 from molt.store.files import STORE
 from molt.store.ranges import check_positions, read_place, read_range
 
@@ -28,6 +31,10 @@ BUCKET = 1024
 """Commits of one writer per directory."""
 PLACES_KEPT = 1 << 16
 """Addresses whose file a reader remembers."""
+AHEAD_THREADS, AHEAD_COMMITS, AHEAD_BYTES_MAX = 2, 16, 8 << 20
+"""How far reading goes ahead of its user, in files as they are on disk."""
+AHEAD_BYTES_MIN = 64 << 10
+"""Less is read sooner than handed to a thread."""
 CONTROL_DIR = "train"
 END = "end"
 COMMIT_NAME = re.compile(r"([0-9]{10})\.([^.]+)\.arrow")
@@ -53,6 +60,11 @@ class CommitFile:
     @property
     def log(self) -> Path:
         return self.path.parents[2 if self.cold else 3]
+
+
+Columns = Callable[["CommitFile"], list[str] | None]
+"""Which columns of a commit are decoded; None = all."""
+Ahead = Generator[tuple["CommitFile", Callable[[], Commit]], None, None]
 
 
 def commit_path(log: Path, writer: str, seq: int, stream: str) -> Path:
@@ -210,6 +222,54 @@ def read_commit(file: CommitFile, columns: list[str] | None = None) -> Commit:
     raise AssertionError("unreachable")
 
 
+def read_ahead(files: Iterable[CommitFile], columns: Columns = lambda file: None) -> Ahead:
+    """Each file in order with the call that gives its commit, or raises what `read_commit` does.
+
+    Large compressed hot commits that come next are read, verified and unpacked by two other threads
+    meanwhile, at most AHEAD_COMMITS and AHEAD_BYTES_MAX of them. The threads end with the iterator.
+    """
+    rest = iter(files)
+    first = list(islice(rest, 2))
+    pool = ThreadPoolExecutor(AHEAD_THREADS, "molt-read") if len(first) == 2 else None
+    waiting: deque[tuple[CommitFile, int, Callable[[], Commit]]] = deque()
+    packed: dict[str, bool] = {}
+    n_bytes = 0
+    try:
+        for file in chain(first, rest):
+            size = _ahead_bytes(file, packed) if pool is not None else 0
+            while waiting and (len(waiting) >= AHEAD_COMMITS or n_bytes + size > AHEAD_BYTES_MAX):
+                before, n, result = waiting.popleft()
+                n_bytes -= n
+                yield before, result
+            read = partial(read_commit, file, columns(file))
+            result = pool.submit(read).result if pool is not None and size else read
+            waiting.append((file, size, result))
+            n_bytes += size
+        while waiting:
+            before, _, result = waiting.popleft()
+            yield before, result
+    finally:
+        if pool is not None:
+            pool.shutdown(cancel_futures=True)
+
+
+def _ahead_bytes(file: CommitFile, packed: dict[str, bool]) -> int:
+    """Size of a commit that is worth a thread, otherwise 0; a damaged or lost one is no error.
+
+    What is only copied is read sooner where it is used: another core's cache costs more. `packed`
+    remembers that of a stream, whose large commits are alike.
+    """
+    if file.cold or file.retired:
+        return 0
+    try:
+        size = STORE.identity(file.path)[1]
+        if size >= AHEAD_BYTES_MIN and file.stream not in packed:
+            packed[file.stream] = is_compressed(STORE.read(file.path, 0, HEAD_BYTES))
+    except OSError:
+        return 0
+    return size if size >= AHEAD_BYTES_MIN and packed[file.stream] else 0
+
+
 def together(files: Sequence[CommitFile]) -> Iterator[list[CommitFile]]:
     """The same commits in order, those that lie side by side in one cold row group together."""
     run: list[CommitFile] = []
@@ -252,6 +312,10 @@ def read_schema(file: CommitFile) -> pa.Schema:
     return schema_of(cold_file(file.path)).remove_metadata()
 
 
+_Key = tuple[str, int, tuple[str, ...] | None]
+"""Writer, sequence number, columns."""
+
+
 class RowReader:
     """Rows by address, each commit read and verified once while it stays in a cache of
     `cache_bytes_max` (decoded bytes); only the rows that are asked for become Python values.
@@ -264,7 +328,7 @@ class RowReader:
         self.log = log
         self.cache_bytes_max = cache_bytes_max
         self.bytes_read = 0
-        self._cache: OrderedDict[tuple[str, int, tuple[str, ...] | None], pa.Table] = OrderedDict()
+        self._cache: OrderedDict[_Key, pa.Table] = OrderedDict()
         self._cached_bytes = 0
         self._places: dict[tuple[str, int], CommitFile] = {}
         self._listed: dict[tuple[str, int], int] = {}
@@ -295,8 +359,8 @@ class RowReader:
         """The rows in the order of `refs`; number lists are views of the cached commit."""
         wanted = list(refs)
         found: dict[Ref, dict[str, Any]] = {}
-        for place, own in _by_commit(wanted).items():
-            found.update(zip(own, to_rows(self._take(place, own, None)), strict=True))
+        for own, table in self._tables(_by_commit(wanted), None):
+            found.update(zip(own, to_rows(table), strict=True))
         return [found[ref] for ref in wanted]
 
     def table(self, refs: Iterable[Ref], columns: Sequence[str]) -> pa.Table:
@@ -305,28 +369,31 @@ class RowReader:
         No row becomes a Python object: `schemas.columns.flat(table, "token_ids")` is (offsets,
         values) over all of them.
         """
-        places = sorted(_by_commit(sorted(set(refs))).items())
-        return pa.concat_tables(self._take(place, own, tuple(columns)) for place, own in places)
+        places = dict(sorted(_by_commit(sorted(set(refs))).items()))
+        return pa.concat_tables(table for _, table in self._tables(places, tuple(columns)))
 
-    def _take(
-        self, place: tuple[str, int], refs: list[Ref], columns: tuple[str, ...] | None
-    ) -> pa.Table:
-        table = self._commit(*place, columns)
-        for ref in refs:
-            if not 0 <= ref.row < table.num_rows:
-                raise LogCorrupt(f"{ref}: the commit has {table.num_rows} rows")
-        index = [ref.row for ref in refs]
-        if index == list(range(index[0], index[0] + len(index))):
-            return table.slice(index[0], len(index))
-        return table.take(pa.array(index))
+    def _tables(
+        self, places: dict[tuple[str, int], list[Ref]], columns: tuple[str, ...] | None
+    ) -> Iterator[tuple[list[Ref], pa.Table]]:
+        """The rows of each commit, those that are not cached read ahead."""
+        wanted = list(columns) if columns is not None else None
+        missing = dict.fromkeys(p for p in places if (*p, columns) not in self._cache)
+        with closing(read_ahead((self.place(*p) for p in missing), lambda _: wanted)) as ahead:
+            for place, refs in places.items():
+                read: Callable[[], Commit] = partial(self._again, place, wanted)
+                if place in missing:
+                    _, read = next(ahead)
+                yield refs, _taken(self._commit((*place, columns), read), refs)
 
-    def _commit(self, writer: str, seq: int, columns: tuple[str, ...] | None) -> pa.Table:
-        key = (writer, seq, columns)
+    def _again(self, place: tuple[str, int], columns: list[str] | None) -> Commit:
+        """Of what the other commits pushed out of the cache since."""
+        return read_commit(self.place(*place), columns)
+
+    def _commit(self, key: _Key, read: Callable[[], Commit]) -> pa.Table:
         if key in self._cache:
             self._cache.move_to_end(key)
             return self._cache[key]
-        file = self.place(writer, seq)
-        table = read_commit(file, list(columns) if columns is not None else None).table
+        table = read().table
         self.bytes_read += table.nbytes
         self._cache[key] = table
         self._cached_bytes += table.nbytes
@@ -342,7 +409,7 @@ class RowReader:
         found = None
         if not file.cold:
             where = f"{file.writer}/{file.seq}.{file.stream}"
-            with contextlib.suppress(FileNotFoundError):  # it has left its file since
+            with suppress(FileNotFoundError):  # it has left its file since
                 found = read_place(file.path, where, ref.row)
         if found is None:
             row = self.row(ref)
@@ -372,6 +439,16 @@ class RowReader:
         return np.frombuffer(row["experts"], np.uint8).reshape(row["n"], -1)[
             first - row["start"] : end - row["start"]
         ]
+
+
+def _taken(table: pa.Table, refs: list[Ref]) -> pa.Table:
+    for ref in refs:
+        if not 0 <= ref.row < table.num_rows:
+            raise LogCorrupt(f"{ref}: the commit has {table.num_rows} rows")
+    index = [ref.row for ref in refs]
+    if index == list(range(index[0], index[0] + len(index))):
+        return table.slice(index[0], len(index))
+    return table.take(pa.array(index))
 
 
 def _by_commit(refs: Iterable[Ref]) -> dict[tuple[str, int], list[Ref]]:

@@ -9,8 +9,10 @@ A missing number with later ones behind it is a gap: wait, then LogGap after `ga
 import datetime
 import errno
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import closing
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 from molt.schemas.errors import LogCorrupt, LogGap, Retired
@@ -25,7 +27,7 @@ from molt.store.reader import (
     bucket_files,
     cold_commits,
     merged,
-    read_commit,
+    read_ahead,
     writer_names,
 )
 from molt.store.readers import register_reader, unregister_reader
@@ -164,22 +166,42 @@ class Tail:
         limit = self.lineage.last_seq(writer)
         while True:
             first = cursor.next_seq
-            for file in self._bucket(writer, first):
+            files = self._bucket(writer, first)
+            if files and self._deliver(writer, cursor, files, out):
+                return
+            if limit is not None and cursor.next_seq > limit:
+                cursor.done = True
+                return
+            if cursor.next_seq == first:
+                return
+
+    def _deliver(
+        self, writer: str, cursor: _Cursor, files: list[CommitFile], out: list[Commit]
+    ) -> bool:
+        """Read what follows the cursor. True: nothing behind is to be looked for in this poll."""
+        limit = self.lineage.last_seq(writer)
+        room = None if self.commits_max is None else self.commits_max - len(out)
+        ready = islice(self._ready(files, cursor.next_seq, limit), room)
+        with closing(read_ahead(ready, lambda f: self.columns.get(f.stream))) as ahead:
+            for file in files:
                 if len(out) == self.commits_max:
                     self.more = True
-                    return
+                    return True
                 if limit is not None and file.seq > limit:
                     cursor.done = True
-                    return
+                    return True
                 if file.seq != cursor.next_seq:
                     self._gap(writer, cursor, file.seq)
-                    return
+                    return True
                 if file.stream == END:
                     cursor.done = True
-                    return
+                    return True
                 if self._wants(file):
+                    upcoming = next(ahead, None)
+                    if upcoming is None:  # commits that were passed over left room for more
+                        return False
                     try:
-                        out.append(read_commit(file, self.columns.get(file.stream)))
+                        out.append(upcoming[1]())
                     except Retired:
                         if not self.skip_retired:
                             raise
@@ -190,15 +212,21 @@ class Tail:
                     except OSError as error:
                         if error.errno in TRANSIENT:
                             self._gap(writer, cursor, file.seq)
-                            return
+                            return True
                         raise
                 cursor.next_seq += 1
                 cursor.gap_since = None
-            if limit is not None and cursor.next_seq > limit:
-                cursor.done = True
+        return False
+
+    def _ready(
+        self, files: list[CommitFile], first: int, limit: int | None
+    ) -> Iterator[CommitFile]:
+        """Of these commits those that are visible and asked for."""
+        for seq, file in enumerate(files, first):
+            if file.seq != seq or file.stream == END or (limit is not None and seq > limit):
                 return
-            if cursor.next_seq == first:
-                return
+            if self._wants(file):
+                yield file
 
     def _wants(self, file: CommitFile) -> bool:
         asked = self.streams is None or file.stream in self.streams

@@ -3,7 +3,8 @@
 One writer owns one directory, `data/<epoch>-<host>-<pid>-<rand>/`, with one dense sequence over all
 its streams and one publish in flight. `append` checks and copies a row and returns a Ticket;
 the ticket resolves when the row's commit is durable. Group commit: a flush happens at
-`flush_bytes`, `flush_rows`, after `linger_s`, and at once for a `rollouts` row.
+`flush_bytes`, `flush_rows`, after `linger_s`, and at once for a `rollouts` row. It takes the rows
+that were there when it became due, no later ones, and runs beside the caller's next appends.
 """
 
 import datetime
@@ -12,7 +13,7 @@ import os
 import secrets
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sized
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -97,12 +98,15 @@ class Writer:
         self._lock = threading.Condition()
         self._publish_lock = threading.Lock()
         self._pending: list[_Pending] = []
-        self._pending_bytes = 0
-        self._urgent = self._idle = False
-        self._closed = False
+        self._n_due = 0
+        """As many pending rows, from the first on, are to be published now."""
+        self._bytes_behind = 0
+        """About the bytes of the rows behind those."""
+        self._idle = self._closed = False
         self._broken: WriterClosed | None = None
         """Why nothing can be appended any more, if so."""
-        self._keys: OrderedDict[tuple[Any, ...], tuple[bytes, Ticket]] = OrderedDict()
+        self._keys: OrderedDict[tuple[Any, ...], tuple[bytes, Ticket | Ref]] = OrderedDict()
+        """The content's digest, and the ticket until it is resolved: it is twenty times a Ref."""
         self._parents: dict[tuple[str, int], dict[int, Parent]] = {}
         self._open_directory()
         self._thread = threading.Thread(target=self._flush_loop, name="molt-writer", daemon=True)
@@ -128,8 +132,8 @@ class Writer:
     def append(self, stream: str, row: Any) -> Ticket:
         """Check, copy and queue one row (a mapping, or a record of molt.schemas.records).
 
-        The same key with the same content returns the first ticket; other content under a key
-        is SegmentRejected. `at` is filled in.
+        The same key with the same content returns the first ticket, or a new one of that row if
+        it is durable already; other content under a key is SegmentRejected. `at` is filled in.
         """
         mapping = dict(row) if isinstance(row, Mapping) else to_row(row)
         schema = self.schema(stream)
@@ -148,19 +152,27 @@ class Writer:
             pending = _Pending(stream, checked, Ticket(), key)
             self._remember(stream, checked, key, digest, pending.ticket)
             self._pending.append(pending)
-            self._pending_bytes += _size(checked)
-            due = self._due() or stream == "rollouts"
-            if self._idle or (due and not self._urgent):
+            self._bytes_behind += _size(stream, checked)
+            n_behind = len(self._pending) - self._n_due
+            full = n_behind >= self.flush_rows or self._bytes_behind >= self.flush_bytes
+            if full or stream == "rollouts":
+                self._all_due()
+            elif self._idle:
                 self._lock.notify_all()  # only then: each wake-up takes the interpreter's lock
-            self._urgent |= due
             return pending.ticket
 
-    def flush(self) -> None:
-        """Publish everything appended so far; returns when it is durable, raises if it is not."""
+    def flush(self, *, wait: bool = True) -> None:
+        """Publish everything appended so far; returns when it is durable, raises if it is not.
+
+        Without `wait` it returns at once, the rows' tickets tell, and what is appended meanwhile
+        goes into a later commit: checking the next rows costs no time of its own.
+        """
         with self._lock:
             self._check_usable()
-            tickets = [p.ticket for p in self._pending]
-        self._publish_pending()
+            tickets = [p.ticket for p in self._pending] if wait else []
+            self._all_due(wake=not wait)
+        if wait:
+            self._publish_pending()
         for ticket in tickets:
             ticket.result()
 
@@ -171,6 +183,7 @@ class Writer:
                 return
             self._check_usable()
             tickets = [p.ticket for p in self._pending]
+            self._all_due(wake=False)
             self._closed = True
             self._lock.notify_all()
         self._thread.join()
@@ -218,8 +231,12 @@ class Writer:
         return known.n_chain if known else None
 
     def _same_key(self, stream: str, row: Row, key: tuple[Any, ...], digest: bytes) -> Ticket:
-        first, ticket = self._keys[key]
+        first, found = self._keys[key]
         if first == digest:
+            if isinstance(found, Ticket):
+                return found
+            ticket = Ticket()
+            ticket.set_result(found)
             return ticket
         raise SegmentRejected(
             f"{row_name(stream, row)}: conflicting content under a key that this writer has "
@@ -256,8 +273,10 @@ class Writer:
         self._seq = 0
         make_dirs(self.log / "data" / self.name)
 
-    def _due(self) -> bool:
-        return len(self._pending) >= self.flush_rows or self._pending_bytes >= self.flush_bytes
+    def _all_due(self, *, wake: bool = True) -> None:
+        if wake and (self._idle or not self._n_due):
+            self._lock.notify_all()
+        self._n_due, self._bytes_behind = len(self._pending), 0
 
     def _flush_loop(self) -> None:
         while True:
@@ -268,15 +287,16 @@ class Writer:
                 self._idle = False
                 if self._closed:
                     return
-                if not self._urgent:
-                    self._lock.wait_for(lambda: self._urgent or self._closed, self.linger_s)
+                ready = self._lock.wait_for(lambda: self._n_due or self._closed, self.linger_s)
+                if not ready:
+                    self._all_due(wake=False)
             self._publish_pending()
 
     def _publish_pending(self) -> None:
         with self._publish_lock:
             with self._lock:
-                pending, self._pending = self._pending, []
-                self._pending_bytes, self._urgent = 0, False
+                pending, self._pending = self._pending[: self._n_due], self._pending[self._n_due :]
+                self._n_due = 0
             streams = {p.stream for p in pending}
             own = sorted(s for s in streams if s not in FLUSH_ORDER)
             for stream in (*FLUSH_ORDER[:4], *own, *FLUSH_ORDER[4:]):
@@ -296,10 +316,14 @@ class Writer:
             for p in batch:
                 p.ticket.set_exception(error)
             return False
+        with self._lock:
+            for p, ref in zip(batch, refs, strict=True):
+                if isinstance(ref, Exception):
+                    self._forget([p])
+                elif p.key is not None and p.key in self._keys:
+                    self._keys[p.key] = (self._keys[p.key][0], ref)
         for p, ref in zip(batch, refs, strict=True):
             if isinstance(ref, Exception):
-                with self._lock:
-                    self._forget([p])
                 p.ticket.set_exception(ref)
             else:
                 p.ticket.set_result(ref)
@@ -309,7 +333,7 @@ class Writer:
         """Order must hold: nothing that was appended behind a failed commit becomes visible."""
         with self._lock:
             rest = [p for p in pending if not p.ticket.done()] + self._pending
-            self._pending, self._pending_bytes, self._urgent = [], 0, False
+            self._pending, self._n_due, self._bytes_behind = [], 0, 0
             self._forget(rest)
         for p in rest:
             p.ticket.set_exception(
@@ -355,11 +379,22 @@ def _key(stream: str, row: Row) -> tuple[tuple[Any, ...] | None, bytes]:
     return None, ROOT_DIGEST
 
 
-def _size(row: Row) -> int:
-    """About the raw bytes of a row: its long columns."""
-    long = ("token_ids", "logprobs", "values", "experts", "messages", "prompt", "metrics")
-    return (
-        512
-        + sum(4 * len(row[n]) for n in long[:3] if n in row)
-        + sum(len(row[n]) for n in long[3:] if n in row)
-    )
+_LONG = {
+    "prompts": {"prompt": 1},
+    "segments": {"token_ids": 6, "logprobs": 4, "messages": 1},
+    "routing": {"experts": 1},
+    "rewards": {},
+    "rollouts": {"metrics": 1},
+    "scores": {"values": 4},
+}
+"""Columns that may be long, and bytes of each item, the masks with the ids."""
+
+
+def _size(stream: str, row: Row) -> int:
+    """About the raw bytes of a row."""
+    if stream not in _LONG:
+        return 512 + sum(4 * len(v) for v in row.values() if isinstance(v, Sized))
+    size = 512
+    for name, width in _LONG[stream].items():
+        size += width * len(row[name])
+    return size

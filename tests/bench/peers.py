@@ -28,7 +28,8 @@ from workload import FIELDS, Flat, Packed, Workload
 import molt.store.cold
 import molt.store.commit
 from molt.schemas.columns import flat, one_chunk
-from molt.store import Log
+from molt.store import Log, Ticket
+from molt.store.reader import all_files, read_ahead, writer_names
 
 COLUMNS = ["token_ids", "sampled", "logprobs", "version_runs"]
 """What a trainer's packer needs of a segment."""
@@ -50,6 +51,9 @@ class Peer:
 
     def append(self, i: int, j: int) -> None:
         raise NotImplementedError
+
+    def settle(self) -> None:
+        """Until all that was appended is durable, for stores whose `append` does not wait."""
 
     def close(self) -> None: ...
 
@@ -139,13 +143,34 @@ class Molt(Peer):
 
     def read(self, out: Packed) -> None:
         molt.store.cold._row_group.cache_clear()  # a log that fits into it is not the usual one
-        tail = self.log.tail(streams={"segments"}, columns={"segments": COLUMNS})
-        for commit in tail.poll()[1]:
-            out.put(packed(commit.table))
+        files = [f for w in writer_names(self.log.path) for f in all_files(self.log.path, w)]
+        segments = [f for f in files if f.stream == "segments"]
+        for _, read in read_ahead(segments, lambda _: COLUMNS):
+            out.put(packed(read().table))
 
     def disk_bytes(self) -> int:
         folders = (self.folder / "log" / "data", self.folder / "log" / "cold")
         return sum(p.stat().st_size for d in folders for p in d.rglob("*") if p.is_file())
+
+
+class MoltAhead(Molt):
+    """The next rows are appended while a commit is published: one is in flight at a time."""
+
+    title = "molt, the next rows while a commit is published"
+
+    def open(self) -> None:
+        super().open()
+        self.before: list[Ticket] = []
+
+    def append(self, i: int, j: int) -> None:
+        tickets = [self.writer.append("segments", self.workload.row(k)) for k in range(i, j)]
+        self.writer.flush(wait=False)
+        self.settle()
+        self.before = tickets
+
+    def settle(self) -> None:
+        for ticket in self.before:
+            ticket.result()
 
 
 class MoltUncompressed(Molt):

@@ -13,7 +13,7 @@ import factories as make
 import numpy as np
 import peers
 import pyarrow.parquet as pq
-from peers import Molt, MoltUncompressed, Peer, Raw
+from peers import Molt, MoltAhead, MoltUncompressed, Peer, Raw
 from report import Report, table
 from rounds import ROUNDS, Rate, interleaved
 from workload import RAW_BYTES, Packed, Workload
@@ -35,6 +35,8 @@ PROTOCOL = "molt: rows checked before, encode + publish"
 def bench_append(
     folder: Path, workload: Workload, kinds: Sequence[type[Peer]], batch: int, report: Report
 ) -> None:
+    ahead = [MoltAhead] if batch > 1 else []
+    kinds = [k for kind in kinds for k in (kind, *(ahead if kind is Molt else []))]
     stores = {k.title: k(folder / f"{k.__name__}-{batch}", workload) for k in kinds}
     work = {name: appends(store, batch) for name, store in stores.items()}
     work[PROTOCOL] = protocol(folder / f"protocol-{batch}", workload, batch)
@@ -57,10 +59,11 @@ def bench_append(
 
 
 def targets(rates: dict[str, Rate], batch: int, report: Report) -> None:
-    """Both of the whole writer and of the protocol alone, which the figures of the design are."""
+    """Of the whole writer, and of the protocol alone, which the figures of the design are."""
     raw = rates[Raw.title]
     what = f"append, {batch} per commit"
-    for name, own in ((Molt.title, rates[Molt.title]), ("protocol", rates[PROTOCOL])):
+    rows = {name: name for name in (Molt.title, MoltAhead.title) if name in rates}
+    for name, own in ((k, rates[v]) for k, v in {**rows, "protocol": PROTOCOL}.items()):
         report.target(f"{what}, {name} to raw", own.ratio(raw), 0.18 if batch == 1 else 0.40)
         if batch == 1:
             continue
@@ -77,6 +80,7 @@ def appends(store: Peer, batch: int) -> Callable[[int], float]:
         for k in range(n):
             i = number * n * batch + k * batch
             store.append(i, i + batch)
+        store.settle()
         return float(store.workload.raw_bytes(number * n * batch, (number + 1) * n * batch))
 
     return run

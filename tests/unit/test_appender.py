@@ -86,7 +86,7 @@ def test_errors_come_back_as_what_they_are(log: Log, appender: Appender) -> None
         with pytest.raises(SegmentRejected, match="unknown field 'surprise'"):
             w.append("segments", {**first, "surprise": 1})
         w.flush()
-        assert w.append("segments", first) is ticket
+        assert w.append("segments", first).result(0) == ticket.result()
         with log.writer(1, appender=appender.address, linger_s=60) as other:
             assert other.append("segments", first).done() is False
             other.flush()

@@ -144,6 +144,9 @@ def test_records_and_mappings_are_the_same_row(log: Log, w: Writer) -> None:
     ticket = w.append("rewards", record)
     assert w.append("rewards", make.reward(value=0.5)) is ticket
     w.flush()
+    assert w.append("rewards", record).result(0) == ticket.result()
+    with pytest.raises(SegmentRejected, match="conflicting content"):
+        w.append("rewards", make.reward(value=0.25))
     assert log.row(ticket.result())["value"] == 0.5
 
 
@@ -211,6 +214,42 @@ def test_flush_waits_for_rows_that_another_thread_is_publishing(log: Log) -> Non
         for t in threads:
             t.join()
     assert seen == [True] * 50
+
+
+def test_rows_appended_while_a_commit_is_published_go_into_the_next(
+    log: Log, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """flush(wait=False) takes what is there; a commit holds nothing that came later."""
+    started, go = threading.Event(), threading.Event()
+    real = os.link
+
+    def link(*args: object) -> None:
+        started.set()
+        assert go.wait(30)
+        real(*args)  # type: ignore[arg-type]
+
+    with log.writer(linger_s=3600) as w:
+        first = [w.append("rewards", make.reward(revision=i)) for i in range(3)]
+        with monkeypatch.context() as patch:
+            patch.setattr("molt.store.files.os.link", link)
+            w.flush(wait=False)
+            assert started.wait(30)
+            second = [w.append("rewards", make.reward(revision=i)) for i in range(3, 6)]
+            w.flush(wait=False)
+            third = w.append("rewards", make.reward(revision=6))
+            assert not any(t.done() for t in (*first, *second, third))
+            go.set()
+            assert [t.result(30).seq for t in (*first, *second)] == [0, 0, 0, 1, 1, 1]
+        assert not third.done()
+        w.flush()
+        assert third.result().seq == 2
+
+
+def test_a_users_own_column_may_have_any_name_and_type(log: Log) -> None:
+    fields = [("values", pa.float64()), ("prompt", pa.int32()), ("metrics", pa.bool_())]
+    with log.writer(user_schemas={"x_own": pa.schema(fields)}) as w:
+        ticket = w.append("x_own", {"values": 0.5, "prompt": 3, "metrics": None})
+    assert log.row(ticket.result())["values"] == 0.5
 
 
 def test_token_columns_keep_their_bits(log: Log, w: Writer) -> None:
