@@ -17,7 +17,7 @@ import pyarrow.dataset as ds
 
 from molt.schemas.columns import flat, one_chunk
 from molt.schemas.upgrade import UPGRADES
-from molt.store.reader import CommitFile, read_ahead, read_together, together
+from molt.store.reader import CommitFile, read_together, together
 from molt.store.snapshot import ABANDONED, Snapshot
 
 RowMap = tuple[pa.Table, npt.NDArray[np.int64] | None]
@@ -58,13 +58,10 @@ class CommitDataset(ds.Dataset):  # type: ignore[misc]
 
     def _tables(self, wanted: list[str], schema: pa.Schema) -> Iterator[pa.Table]:
         columns = None if self._whole else self._needs(wanted)
-        parts = [part for part in self._parts if len(part.shown)]
-        alone = read_ahead((p.files[0] for p in parts if len(p.files) == 1), lambda _: columns)
-        for part in parts:
-            if len(part.files) == 1:
-                table = next(alone)[1]().table
-            else:
-                table = read_together(part.files, columns)
+        for part in self._parts:
+            if not len(part.shown):
+                continue
+            table = read_together(part.files, columns)
             if len(part.shown) < table.num_rows:
                 table = table.take(part.shown)
             out, index = self._rows(table, wanted)
