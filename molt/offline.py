@@ -149,16 +149,17 @@ def otherwise(trainer: Any, plan: Record, config: Config, other: Config | None) 
     The trainer ends in the state that the recorded algorithm gives.
     """
     source, folder = trainer.sources(plan.epoch), trainer.settings.model
-    step, changed = plan.header["step"], {}
+    step, changed, own = plan.header["step"], {}, one_rank(config, folder)
+    trainer.configure(own)
     if other is not None:
         start = trainer.keep_state()
         altered = dataclasses.replace(plan, rows=group_advantages(plan.rows, other))
         trainer.configure(one_rank(other, folder))
-        changed = trainer.traced(step, assemble(source, altered), other.algo.loss)
-        trainer.configure(one_rank(config, folder))
+        changed = trainer.traced(step, assemble(source, altered))
+        trainer.configure(own)
         trainer.put_state(start)
     sequences = assemble(source, plan)
-    found = trainer.traced(step, sequences, config.algo.loss)
+    found = trainer.traced(step, sequences)
     outcome, other_outcome = found.pop("outcome"), changed.pop("outcome", None)
     columns = found | {f"other_{k}": v for k, v in changed.items() if k != "before"}
     return Otherwise(sequences=sequences, columns=columns, outcome=outcome, other=other_outcome)

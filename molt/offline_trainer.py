@@ -3,7 +3,6 @@
 Suffix: N trained tokens.
 """
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,12 +11,12 @@ import torch
 
 from molt.replay.assemble import TrainSequence
 from molt.train.actor import TrainerActor
-from molt.train.algo import LOSSES, LossInputs, LossOptions
+from molt.train.algo import LOSSES, LossInputs
 from molt.train.batch import Batch
 from molt.train.digest import local_shard
 from molt.train.metrics import Tally
 from molt.train.packing import Wanted
-from molt.train.settings import TrainerSettings
+from molt.train.settings import AlgoConfig
 
 
 class OfflineTrainer(TrainerActor):
@@ -39,7 +38,7 @@ class OfflineTrainer(TrainerActor):
         super()._train(step, batch, tally)
         self._trace = (batch, tally.prepared_N.clone())
 
-    def traced(self, step: int, sequences: Sequence[TrainSequence], loss: str) -> dict[str, Any]:
+    def traced(self, step: int, sequences: Sequence[TrainSequence]) -> dict[str, Any]:
         """Execute a step: {"outcome", "before", "after", "weight", "advantage"} over its N tokens.
 
         `before` and `after` are log pi around the step, float32; `weight` is d loss / d log pi of
@@ -57,7 +56,7 @@ class OfflineTrainer(TrainerActor):
             "outcome": outcome,
             "before": before_N.numpy(),
             "after": after_N.numpy(),
-            "weight": loss_weights(batch, before_N, loss, loss_options(self.settings)),
+            "weight": loss_weights(batch, before_N, self.settings),
             "advantage": batch.advantage_N,
         }
 
@@ -81,14 +80,7 @@ class OfflineTrainer(TrainerActor):
         return len(self._sources[1].commits) if self._sources is not None else 0
 
 
-def loss_options(settings: TrainerSettings) -> LossOptions:
-    names = [f.name for f in dataclasses.fields(LossOptions)]
-    return LossOptions(**{name: getattr(settings, name) for name in names})
-
-
-def loss_weights(
-    batch: Batch, before_N: torch.Tensor, loss: str, options: LossOptions
-) -> np.ndarray:
+def loss_weights(batch: Batch, before_N: torch.Tensor, algo: AlgoConfig) -> np.ndarray:
     """d loss / d log pi [N] at the start of a step, the KL term apart; float32."""
     new_N = before_N.clone().requires_grad_()
     inputs = LossInputs(
@@ -97,6 +89,6 @@ def loss_weights(
         behaviour_N=torch.from_numpy(batch.behaviour_N),
         advantage_N=torch.from_numpy(batch.advantage_N),
     )
-    LOSSES[loss](inputs, options).sum().backward()
+    LOSSES[algo.loss](inputs, algo).sum().backward()
     assert new_N.grad is not None
     return new_N.grad.numpy()

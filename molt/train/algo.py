@@ -10,19 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LossOptions:
-    """How a loss weighs and clips; None switches a bound off."""
-
-    is_cap: float | None = 2.0
-    """upper bound of the truncated importance weight pi_old / pi_engine"""
-    clip_low: float | None = None
-    """PPO lower clip: ratio >= 1 - clip_low"""
-    clip_high: float | None = None
-    """PPO upper clip: ratio <= 1 + clip_high"""
-    kl_coef: float = 0.0
-    """weight of the k3 penalty towards the weights the run started from"""
+from molt.train.settings import AlgoConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,31 +39,36 @@ def k3(log_ratio_N: torch.Tensor) -> torch.Tensor:
     return log_ratio_N.expm1() - log_ratio_N
 
 
-def grpo(batch: LossInputs, options: LossOptions) -> torch.Tensor:
+def ratio_bounds(algo: AlgoConfig) -> tuple[float, float]:
+    """PPO's bounds of pi_new / pi_old."""
+    low = 0.0 if algo.clip_low is None else 1.0 - algo.clip_low
+    high = float("inf") if algo.clip_high is None else 1.0 + algo.clip_high
+    return low, high
+
+
+def grpo(batch: LossInputs, algo: AlgoConfig) -> torch.Tensor:
     """-w min(ratio A, clip(ratio) A) [N]; ratio = pi_new/pi_old, w = capped pi_old/pi_engine."""
-    weight_N = importance_weight(batch.old_N - batch.behaviour_N, options.is_cap)
+    weight_N = importance_weight(batch.old_N - batch.behaviour_N, algo.is_cap)
     ratio_N = (batch.new_N - batch.old_N).exp()
-    low = 0.0 if options.clip_low is None else 1.0 - options.clip_low
-    high = float("inf") if options.clip_high is None else 1.0 + options.clip_high
     gain_N = torch.minimum(
-        ratio_N * batch.advantage_N, ratio_N.clamp(low, high) * batch.advantage_N
+        ratio_N * batch.advantage_N, ratio_N.clamp(*ratio_bounds(algo)) * batch.advantage_N
     )
-    return _with_kl(-weight_N * gain_N, batch, options)
+    return _with_kl(-weight_N * gain_N, batch, algo)
 
 
-def cispo(batch: LossInputs, options: LossOptions) -> torch.Tensor:
+def cispo(batch: LossInputs, algo: AlgoConfig) -> torch.Tensor:
     """-w A log pi_new, w = truncated pi_new/pi_engine; MiniMax-M1 (2025), section 3.1; [N]."""
-    weight_N = importance_weight(batch.new_N - batch.behaviour_N, options.is_cap)
-    return _with_kl(-weight_N * batch.advantage_N * batch.new_N, batch, options)
+    weight_N = importance_weight(batch.new_N - batch.behaviour_N, algo.is_cap)
+    return _with_kl(-weight_N * batch.advantage_N * batch.new_N, batch, algo)
 
 
-def _with_kl(loss_N: torch.Tensor, batch: LossInputs, options: LossOptions) -> torch.Tensor:
-    if options.kl_coef == 0.0 or batch.reference_N is None:
+def _with_kl(loss_N: torch.Tensor, batch: LossInputs, algo: AlgoConfig) -> torch.Tensor:
+    if algo.kl_coef == 0.0 or batch.reference_N is None:
         return loss_N
-    return loss_N + options.kl_coef * k3(batch.reference_N - batch.new_N)
+    return loss_N + algo.kl_coef * k3(batch.reference_N - batch.new_N)
 
 
-LOSSES: dict[str, Callable[[LossInputs, LossOptions], torch.Tensor]] = {
+LOSSES: dict[str, Callable[[LossInputs, AlgoConfig], torch.Tensor]] = {
     "grpo": grpo,
     "rloo": grpo,
     "cispo": cispo,

@@ -4,7 +4,6 @@ Every rank writes its own shards; loading reshards, so another world size may re
 COMPLETE marker is the driver's: it is written after all ranks have returned from here.
 """
 
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from molt.schemas.errors import TrainerError
+from molt.store.files import fsync_dir
 
 
 def save(folder: Path, state: Mapping[str, Any]) -> list[tuple[str, int]]:
@@ -36,8 +36,8 @@ def save(folder: Path, state: Mapping[str, Any]) -> list[tuple[str, int]]:
             "same command again: the plans since the last checkpoint are redone"
         ) from error
     files = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != "COMPLETE")
-    for path in [*files, folder, folder.parent]:
-        _fsync(path)
+    for path in (folder, folder.parent):
+        fsync_dir(path)
     dist.barrier()
     return [(str(path.relative_to(folder)), path.stat().st_size) for path in files]
 
@@ -74,11 +74,3 @@ def trainer_state(
             state[f"optimizer.{kind}.{name}"] = value
     state["trainer.step"] = step
     return state
-
-
-def _fsync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

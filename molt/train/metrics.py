@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 
 from molt.schemas.errors import TrainerError
-from molt.train.algo import LossInputs, LossOptions
+from molt.train.algo import LossInputs, ratio_bounds
 from molt.train.batch import Batch
-from molt.train.routing import RoutingTally
+from molt.train.settings import AlgoConfig
 
 
 class Tally:
@@ -33,15 +33,13 @@ class Tally:
         self.grad_norm = 0.0
         self.updates = 0
         self.packed_tokens = 0
-        self.routing: RoutingTally | None = None
         names = ("prepare", "forward", "backward", "optimizer", "digest")
         self.seconds = dict.fromkeys(names, 0.0)
 
-    def count_clipped(self, inputs: LossInputs, options: LossOptions) -> None:
+    def count_clipped(self, inputs: LossInputs, algo: AlgoConfig) -> None:
         """Add one row's tokens to `clipped`."""
         ratio_N = (inputs.new_N.detach() - inputs.old_N).exp()
-        low = 0.0 if options.clip_low is None else 1.0 - options.clip_low
-        high = float("inf") if options.clip_high is None else 1.0 + options.clip_high
+        low, high = ratio_bounds(algo)
         below, above = int((ratio_N < low).sum()), int((ratio_N > high).sum())
         self.clipped += [len(ratio_N), below, above]
 

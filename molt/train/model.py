@@ -31,28 +31,10 @@ from molt.cpu import automodel_on_cpu
 from molt.schemas.errors import ConfigError, TrainerError
 from molt.train.packing import Row
 from molt.train.routing import gates
+from molt.train.settings import TrainerSettings
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _WRAPPER = "_checkpoint_wrapped_module."
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelOptions:
-    """What AutoModel is asked for."""
-
-    model: str
-    """folder or hub id"""
-    dtype: str = "float32"
-    """compute dtype, the engine's: float32 or bfloat16"""
-    tp_size: int = 1
-    ep_size: int = 1
-    cp_size: int = 1
-    activation_checkpointing: bool = False
-    cpu_offload: bool = False
-    reshard_after_forward: bool = False
-    """True frees gathered layers between forward and backward: less memory, more gathers"""
-    routing: str = "off"
-    """"freeze" keeps routers as they are: no gradient, no refit"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +47,7 @@ class ShardedModel:
     """ranks that hold different data; gradients are averaged over them"""
     mesh: DeviceMesh | None
     moe_mesh: DeviceMesh | None
-    options: ModelOptions
+    settings: TrainerSettings
 
     def parameters(self) -> dict[str, nn.Parameter]:
         """The trained ones by clean name, tied ones once."""
@@ -86,7 +68,7 @@ class ShardedModel:
     def clip_gradients(self, limit: float) -> float:
         """Clip to a global L2 norm of `limit`; returns the norm before. Collective."""
         parameters = [p for p in self.module.parameters() if p.grad is not None]
-        if self.options.tp_size == self.options.ep_size == 1:
+        if self.settings.tp_size == self.settings.ep_size == 1:
             norm = nn.utils.clip_grad_norm_(parameters, limit, foreach=True)
             return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
         from nemo_automodel.components.distributed import tp_replicas
@@ -100,7 +82,7 @@ class ShardedModel:
                 parts,
                 device_mesh=self.mesh,
                 moe_mesh=self.moe_mesh,
-                ep_axis_name="ep" if self.options.ep_size > 1 else None,
+                ep_axis_name="ep" if self.settings.ep_size > 1 else None,
                 dp_group_size=self.dp_size,
                 expert_tp_replication_factor=utils.get_expert_tp_replication_factor(
                     parts, self.mesh
@@ -178,7 +160,7 @@ class ShardedModel:
         return list(adapter.convert_single_tensor_to_hf(name, tensor))
 
     def _to_engine_dtype(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.to(DTYPES[self.options.dtype]) if tensor.is_floating_point() else tensor
+        return tensor.to(DTYPES[self.settings.dtype]) if tensor.is_floating_point() else tensor
 
     def _fsdp_modules(self) -> list[FSDPModule]:
         return [module for module in self.module.modules() if isinstance(module, FSDPModule)]
@@ -208,55 +190,55 @@ def join_ranks(init_method: str, rank: int, world_size: int) -> None:
     _clear_sharding_prop_cache()
 
 
-def build(options: ModelOptions, world_size: int) -> ShardedModel:
-    """Load `options.model` as float32 masters and shard it over all ranks. Collective.
+def build(settings: TrainerSettings, world_size: int) -> ShardedModel:
+    """Load `settings.model` as float32 masters and shard it over all ranks. Collective.
 
     Raises ConfigError for a mesh that cannot work here, TrainerError if the model cannot be loaded.
     """
-    _check(options, world_size)
+    _check(settings, world_size)
     on_cuda = torch.cuda.is_available()
     device = torch.device("cuda", torch.cuda.current_device()) if on_cuda else torch.device("cpu")
     precision = MixedPrecisionPolicy(
-        param_dtype=DTYPES[options.dtype], reduce_dtype=torch.float32, cast_forward_inputs=False
+        param_dtype=DTYPES[settings.dtype], reduce_dtype=torch.float32, cast_forward_inputs=False
     )
-    offload = CPUOffloadPolicy(pin_memory=on_cuda) if options.cpu_offload else None
+    offload = CPUOffloadPolicy(pin_memory=on_cuda) if settings.cpu_offload else None
     with automodel_on_cpu():
-        module, context = _load(options, world_size, precision, offload)
+        module, context = _load(settings, world_size, precision, offload)
     if not any(isinstance(part, FSDPModule) for part in module.modules()):
-        _shard_alone(module, options, device, precision, offload)
-    if options.tp_size > 1:
+        _shard_alone(module, settings, device, precision, offload)
+    if settings.tp_size > 1:
         _keep_embedding_gradient(module)
-    if options.routing == "freeze":
+    if settings.routing == "freeze":
         for _, gate in gates(module):
             gate.requires_grad_(False)
     module.train()
     return ShardedModel(
         module=module,
         device=device,
-        dp_size=world_size // (options.tp_size * options.cp_size),
+        dp_size=world_size // (settings.tp_size * settings.cp_size),
         mesh=context.device_mesh,
         moe_mesh=context.moe_mesh,
-        options=options,
+        settings=settings,
     )
 
 
-def _check(options: ModelOptions, world_size: int) -> None:
-    if options.dtype not in DTYPES:
-        raise ConfigError(f"dtype {options.dtype!r} is unknown; choose one of {sorted(DTYPES)}")
-    if options.cp_size > 1 and not torch.cuda.is_available():
+def _check(settings: TrainerSettings, world_size: int) -> None:
+    if settings.dtype not in DTYPES:
+        raise ConfigError(f"dtype {settings.dtype!r} is unknown; choose one of {sorted(DTYPES)}")
+    if settings.cp_size > 1 and not torch.cuda.is_available():
         raise ConfigError(
-            f"cp_size={options.cp_size}: context parallelism needs Transformer Engine and CUDA; "
+            f"cp_size={settings.cp_size}: context parallelism needs Transformer Engine and CUDA; "
             "set cp_size=1 on this machine"
         )
     for name in ("tp_size", "ep_size", "cp_size"):
-        if world_size % getattr(options, name):
+        if world_size % getattr(settings, name):
             raise ConfigError(
-                f"{name}={getattr(options, name)} does not divide the {world_size} trainer ranks"
+                f"{name}={getattr(settings, name)} does not divide the {world_size} trainer ranks"
             )
 
 
 def _load(
-    options: ModelOptions,
+    settings: TrainerSettings,
     world_size: int,
     precision: MixedPrecisionPolicy,
     offload: OffloadPolicy | None,
@@ -268,21 +250,21 @@ def _load(
     strategy = FSDP2Config(
         mp_policy=precision,
         offload_policy=offload,
-        activation_checkpointing=options.activation_checkpointing,
-        reshard_after_forward=options.reshard_after_forward,
+        activation_checkpointing=settings.activation_checkpointing,
+        reshard_after_forward=settings.reshard_after_forward,
     )
     setup = DistributedSetup.build(
         strategy=strategy,
         parallelism_sizes=ParallelismSizes(
-            tp_size=options.tp_size, cp_size=options.cp_size, ep_size=options.ep_size
+            tp_size=settings.tp_size, cp_size=settings.cp_size, ep_size=settings.ep_size
         ),
-        activation_checkpointing=options.activation_checkpointing,
+        activation_checkpointing=settings.activation_checkpointing,
         world_size=world_size,
     )
     try:
         module = NeMoAutoModelForCausalLM.from_pretrained(
-            options.model,
-            **_backend(options.model),
+            settings.model,
+            **_backend(settings.model),
             dtype="float32",
             attn_implementation="sdpa",
             use_liger_kernel=False,
@@ -290,7 +272,7 @@ def _load(
         )
     except (OSError, ValueError) as error:
         raise TrainerError(
-            f"model {options.model!r} cannot be loaded: {error}; give a folder with config.json, "
+            f"model {settings.model!r} cannot be loaded: {error}; give a folder with config.json, "
             "a tokenizer and safetensors, or a hub id that this machine can reach"
         ) from error
     return module, setup.mesh_context
@@ -323,7 +305,7 @@ def _keep_embedding_gradient(module: nn.Module) -> None:
 
 def _shard_alone(
     module: nn.Module,
-    options: ModelOptions,
+    settings: TrainerSettings,
     device: torch.device,
     precision: MixedPrecisionPolicy,
     offload: OffloadPolicy | None,
@@ -335,10 +317,10 @@ def _shard_alone(
         rules["offload_policy"] = offload
     layers = module.get_submodule("model.layers")
     for name, layer in list(layers.named_children()):
-        if options.activation_checkpointing:
+        if settings.activation_checkpointing:
             from torch.distributed.algorithms._checkpoint import checkpoint_wrapper
 
             layer = checkpoint_wrapper.checkpoint_wrapper(layer, preserve_rng_state=False)
             layers.register_module(name, layer)
-        fully_shard(layer, reshard_after_forward=options.reshard_after_forward, **rules)
-    fully_shard(module, reshard_after_forward=options.reshard_after_forward, **rules)
+        fully_shard(layer, reshard_after_forward=settings.reshard_after_forward, **rules)
+    fully_shard(module, reshard_after_forward=settings.reshard_after_forward, **rules)

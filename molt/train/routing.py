@@ -27,7 +27,6 @@ from molt.schemas.errors import ConfigError, TrainerError
 from molt.train.batch import Batch
 from molt.train.packing import Row
 
-MODES = ("off", "replay", "freeze")
 LAYER_TOKENS, SEQUENCE_TOKENS = 32, 8
 """Tokens of a layer or of a sequence below which its share says nothing."""
 
@@ -109,6 +108,11 @@ class RoutingReplay:
             self.routers.append(gate.router_replay)
         if not self.routers:
             raise ConfigError(f"train.routing = {mode!r} needs a model with experts; set 'off'")
+        self.begin_step()
+
+    def begin_step(self) -> None:
+        """Count from nothing."""
+        self.tally = RoutingTally(len(self.routers))
 
     @property
     def shape(self) -> dict[str, int]:
@@ -136,11 +140,11 @@ class RoutingReplay:
         for layer, router in enumerate(self.routers):
             router.target_indices, router.known_T = experts_TLK[:, layer], known_T
 
-    def observe(self, row: Row, rollouts: list[str], tally: RoutingTally) -> None:
+    def observe(self, row: Row, rollouts: list[str]) -> None:
         """Compare the live choices of the forward that just ran with the recorded ones."""
         if row.recorded is None:
             return
-        known_T, n_T = row.recorded.known_T, len(row.input_ids_T)
+        tally, known_T, n_T = self.tally, row.recorded.known_T, len(row.input_ids_T)
         live_TLK = torch.stack([_chosen(r) for r in self.routers], 1).cpu().numpy()
         told_TLK = row.recorded.experts_TLK
         differs_TL = (np.sort(live_TLK, -1) != np.sort(told_TLK, -1)).any(-1) & known_T[:, None]
@@ -171,8 +175,9 @@ class RoutingReplay:
                     token, layer = np.argwhere(differs_TL & part_T[:, None])[0].tolist()
                     tally.worst_sequence = Difference(share, describe(token, layer))
 
-    def check(self, step: int, tally: RoutingTally) -> None:
+    def check(self, step: int) -> None:
         """TrainerError, on every rank, if a layer or a sequence differs too often. Collective."""
+        tally = self.tally
         tally.add_up()
         shares_L = np.where(tally.compared >= LAYER_TOKENS, tally.shares(), 0.0)
         layer = int(shares_L.argmax())
@@ -207,10 +212,9 @@ class RoutingReplay:
                     "between the engine and the log; set train.routing = 'off' to train without it"
                 )
 
-    def metrics(
-        self, batch: Batch, prepared_N: torch.Tensor, tally: RoutingTally
-    ) -> dict[str, Any]:
+    def metrics(self, batch: Batch, prepared_N: torch.Tensor) -> dict[str, Any]:
         """Of a step that was checked: coverage, mismatch, and the gaps if sampled. Collective."""
+        tally = self.tally
         shares_L = tally.shares()
         found = {
             "coverage": tally.n_known / max(tally.n_tokens, 1),

@@ -36,6 +36,7 @@ class TrainConfig:
     activation_checkpointing: bool = False
     cpu_offload: bool = False
     reshard_after_forward: bool = False
+    """Free gathered layers between forward and backward: less memory, more gathers."""
     threads: int = 2
     sketch: bool = True
     """Record norms and projections of every tensor, so that redo can compare other settings."""
@@ -60,6 +61,7 @@ class AlgoConfig:
     """Upper bound of the importance weight between trainer and engine (truncated IS)."""
     clip_low: float | None = None
     clip_high: float | None = None
+    """PPO's bounds of the ratio: from 1 - clip_low to 1 + clip_high; None switches one off."""
     kl_coef: float = 0.0
     """Towards the weights of `model`; keeps a second copy of them in memory."""
     kl_target: float | None = None

@@ -9,6 +9,7 @@ Suffix: N trained tokens of this rank.
 """
 
 import contextlib
+import dataclasses
 import hashlib
 import time
 from collections.abc import Iterator, Sequence
@@ -23,13 +24,13 @@ from molt import digests
 from molt.process import redirect_output
 from molt.schemas.errors import ConfigError, TrainerError
 from molt.train import checkpoint, metrics
-from molt.train.algo import LOSSES, LossInputs, LossOptions
+from molt.train.algo import LOSSES, LossInputs
 from molt.train.batch import Batch, make_batch, mini_batches
 from molt.train.digest import local_shard, shard_offset, sketch, state_digest
 from molt.train.metrics import Tally
-from molt.train.model import ModelOptions, ShardedModel, build, join_ranks
+from molt.train.model import ShardedModel, build, join_ranks
 from molt.train.packing import Recorded, Row, Wanted, idle_row, pack
-from molt.train.routing import RoutingReplay, RoutingTally
+from molt.train.routing import RoutingReplay
 from molt.train.settings import ENVIRONMENT, StepResult, TrainerSettings
 
 if TYPE_CHECKING:
@@ -81,8 +82,7 @@ class Trainer:
         started = time.perf_counter()
         torch.set_num_threads(self.settings.threads)
         join_ranks(self._init_method, self.rank, self.world_size)
-        options = {name: getattr(self.settings, name) for name in ModelOptions.__slots__}
-        self.model: ShardedModel = build(ModelOptions(**options), self.world_size)
+        self.model: ShardedModel = build(self.settings, self.world_size)
         if self.settings.routing != "off":
             self.routing = RoutingReplay(
                 self.model.module,
@@ -153,7 +153,7 @@ class Trainer:
         n_global = self._count(len(batch.sequence_N))
         tally = Tally(batch)
         if self.routing is not None:
-            tally.routing = RoutingTally(len(self.routing.routers))
+            self.routing.begin_step()
         kl_coef = float(self._kl_coef)
         if n_global:
             self._train(step, batch, tally)
@@ -165,8 +165,8 @@ class Trainer:
         tally.seconds["digest"] = time.perf_counter() - digest_started
         seconds = time.perf_counter() - started
         routing = {}
-        if self.routing is not None and tally.routing is not None:
-            routing = {"routing": self.routing.metrics(batch, tally.prepared_N, tally.routing)}
+        if self.routing is not None:
+            routing = {"routing": self.routing.metrics(batch, tally.prepared_N)}
         return StepResult(
             updates=tally.updates,
             loss=tally.loss / max(tally.updates, 1),
@@ -311,12 +311,12 @@ class Trainer:
         passes, parts = self.settings.update_passes, self.settings.mini_batches
         n, started = len(batch.sequence_N), time.perf_counter()
         tally.is_single = passes * parts == 1
-        if tally.routing is not None and (step - 1) % self.settings.routing_sample_every == 0:
+        if self.routing is not None and (step - 1) % self.settings.routing_sample_every == 0:
             row = self._pack(batch.wanted)[0]
-            tally.routing.live = (row.slot_N, self._forward([row], n)[row.slot_N])
+            self.routing.tally.live = (row.slot_N, self._forward([row], n)[row.slot_N])
         if not tally.is_single:
-            tally.prepared_N = self._forward(self._pack(batch.wanted), n, batch, tally)
-            self._check_routing(step, tally)
+            tally.prepared_N = self._forward(self._pack(batch.wanted), n, batch)
+            self._check_routing(step)
             metrics.check_offset(step, batch, tally.prepared_N)
         if self._reference:
             current = self._snapshot()
@@ -339,9 +339,10 @@ class Trainer:
         for row, is_last in zip(rows, [False] * (len(rows) - 1) + [True], strict=True):
             self.model.begin_backward(is_last=is_last)
             slot_N = torch.from_numpy(row.slot_N)
-            loss_N[slot_N] = self._backward(batch, row, flat[row.slot_N], n_global, tally)
+            with self._replaying(row):
+                loss_N[slot_N] = self._backward(batch, row, flat[row.slot_N], n_global, tally)
         if tally.is_single:
-            self._check_routing(step, tally)
+            self._check_routing(step)
             metrics.check_offset(step, batch, tally.prepared_N)
         started = time.perf_counter()
         tally.grad_norm = self.model.clip_gradients(self.settings.grad_clip)
@@ -360,18 +361,11 @@ class Trainer:
         self, batch: Batch, row: Row, flat_N: np.ndarray, n_global: int, tally: Tally
     ) -> torch.Tensor:
         """Forward and backward of one row; returns its detached token losses [N of the row]."""
-        with self._replaying(row):
-            return self._replayed_backward(batch, row, flat_N, n_global, tally)
-
-    def _replayed_backward(
-        self, batch: Batch, row: Row, flat_N: np.ndarray, n_global: int, tally: Tally
-    ) -> torch.Tensor:
         started = time.perf_counter()
         device = self.model.device
         new_N = self.model.logprobs(row)
         if tally.is_single:
-            self._observe(batch, row, tally)
-        if tally.is_single:
+            self._observe(batch, row)
             tally.prepared_N[flat_N] = new_N.detach().cpu()
         old_N = new_N.detach() if tally.is_single else tally.prepared_N[flat_N].to(device)
         reference_N = tally.reference_N
@@ -382,15 +376,9 @@ class Trainer:
             advantage_N=torch.from_numpy(batch.advantage_N[flat_N]).to(device),
             reference_N=None if reference_N is None else reference_N[flat_N].to(device),
         )
-        s = self.settings
-        options = LossOptions(
-            is_cap=s.is_cap,
-            clip_low=s.clip_low,
-            clip_high=s.clip_high,
-            kl_coef=float(self._kl_coef),
-        )
-        loss_N = LOSSES[s.loss](inputs, options)
-        tally.count_clipped(inputs, options)
+        algo = dataclasses.replace(self.settings, kl_coef=float(self._kl_coef))
+        loss_N = LOSSES[algo.loss](inputs, algo)
+        tally.count_clipped(inputs, algo)
         # FSDP2 averages over the data-parallel ranks; the normaliser already spans all of them.
         loss = loss_N.sum() * (self.model.dp_size / n_global)
         forward_done = time.perf_counter()
@@ -409,19 +397,17 @@ class Trainer:
         return rows + [idle_row()] * (n_rows - len(rows))
 
     @torch.no_grad()
-    def _forward(
-        self, rows: list[Row], n: int, batch: Batch | None = None, tally: Tally | None = None
-    ) -> torch.Tensor:
+    def _forward(self, rows: list[Row], n: int, batch: Batch | None = None) -> torch.Tensor:
         """Logprobs of all targets of `rows` without gradient, float32 [n] on the CPU.
 
-        With `batch` and `tally` under the recorded routing, otherwise under the live one.
+        With `batch` under the recorded routing, otherwise under the live one.
         """
         out_N = torch.zeros(n)
         for row in rows:
-            with self._replaying(row if tally else None):
+            with self._replaying(row if batch else None):
                 out_N[torch.from_numpy(row.slot_N)] = self.model.logprobs(row).cpu()
-                if batch is not None and tally is not None:
-                    self._observe(batch, row, tally)
+                if batch is not None:
+                    self._observe(batch, row)
         self.model.reshard()
         return out_N
 
@@ -430,14 +416,14 @@ class Trainer:
             return contextlib.nullcontext()
         return self.routing.row(row)
 
-    def _observe(self, batch: Batch, row: Row, tally: Tally) -> None:
-        if self.routing is not None and tally.routing is not None:
-            self.routing.observe(row, batch.rollout_ids, tally.routing)
+    def _observe(self, batch: Batch, row: Row) -> None:
+        if self.routing is not None:
+            self.routing.observe(row, batch.rollout_ids)
 
-    def _check_routing(self, step: int, tally: Tally) -> None:
-        if self.routing is not None and tally.routing is not None:
+    def _check_routing(self, step: int) -> None:
+        if self.routing is not None:
             try:
-                self.routing.check(step, tally.routing)
+                self.routing.check(step)
             except TrainerError:
                 self.optimizer.zero_grad(set_to_none=True)
                 raise

@@ -13,9 +13,10 @@ import torch
 from molt.replay.assemble import TrainSequence
 from molt.schemas.errors import ConfigError, TrainerError
 from molt.train.advantages import ESTIMATORS, TOLERANCE, advantages, zero_variance
-from molt.train.algo import LOSSES, LossInputs, LossOptions, cispo, grpo, k3
+from molt.train.algo import LOSSES, LossInputs, cispo, grpo, k3
 from molt.train.batch import make_batch, mini_batches
 from molt.train.metrics import gap_summary, mismatch
+from molt.train.settings import AlgoConfig
 
 CASES = Path(__file__).parents[1] / "cases"
 
@@ -120,17 +121,17 @@ def test_the_estimators_need_no_torch() -> None:
 
 def test_one_on_policy_update_is_the_policy_gradient() -> None:
     batch = inputs([-1.0, -2.0], advantage_N=[1.0, -3.0])
-    loss_N = grpo(batch, LossOptions())
+    loss_N = grpo(batch, AlgoConfig())
     assert loss_N.tolist() == [-1.0, 3.0]
     assert gradient(loss_N, batch) == [-1.0, 3.0]
 
 
 def test_the_importance_weight_is_truncated_and_has_no_gradient() -> None:
     batch = inputs([-1.0, -1.0], behaviour_N=[-1.5, -9.0])
-    loss_N = grpo(batch, LossOptions(is_cap=2.0))
+    loss_N = grpo(batch, AlgoConfig(is_cap=2.0))
     assert loss_N.tolist() == pytest.approx([-math.exp(0.5), -2.0])
     assert gradient(loss_N, batch) == pytest.approx([-math.exp(0.5), -2.0])
-    uncapped = grpo(batch, LossOptions(is_cap=None))
+    uncapped = grpo(batch, AlgoConfig(is_cap=None))
     assert uncapped.tolist() == pytest.approx([-math.exp(0.5), -math.exp(8.0)])
 
 
@@ -146,19 +147,19 @@ def test_the_importance_weight_is_truncated_and_has_no_gradient() -> None:
 def test_ppo_clip(ratio: float, advantage: float, expected: float, has_gradient: bool) -> None:
     new = [math.log(ratio)]
     batch = inputs(new, old_N=[0.0], behaviour_N=[0.0], advantage_N=[advantage])
-    loss_N = grpo(batch, LossOptions(clip_low=0.1, clip_high=0.2))
+    loss_N = grpo(batch, AlgoConfig(clip_low=0.1, clip_high=0.2))
     assert loss_N.tolist() == pytest.approx([expected])
     assert (gradient(loss_N, batch)[0] != 0.0) == has_gradient
 
 
 def test_cispo_keeps_the_gradient_of_every_token() -> None:
     batch = inputs([-1.0], behaviour_N=[-9.0], advantage_N=[-1.0])
-    assert gradient(cispo(batch, LossOptions(is_cap=2.0)), batch) == [2.0]
+    assert gradient(cispo(batch, AlgoConfig(is_cap=2.0)), batch) == [2.0]
 
 
 def test_the_kl_penalty_pulls_towards_the_reference() -> None:
     batch = inputs([-1.0], advantage_N=[0.0], reference_N=[-2.0])
-    loss_N = grpo(batch, LossOptions(kl_coef=0.5))
+    loss_N = grpo(batch, AlgoConfig(kl_coef=0.5))
     assert loss_N.tolist() == pytest.approx([0.5 * (math.exp(-1.0) + 1.0 - 1.0)])
     assert gradient(loss_N, batch)[0] > 0.0
     assert k3(torch.zeros(3)).tolist() == [0.0] * 3
