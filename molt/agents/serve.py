@@ -13,9 +13,11 @@ import hmac
 import os
 import threading
 from collections import deque
+from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass, field
-from typing import Any, Protocol
+from functools import partial
+from typing import Any
 
 import msgspec
 from fastapi import FastAPI
@@ -40,18 +42,6 @@ class Offer:
     result: "Future[Result]" = field(default_factory=Future)
     rewards: dict[str, float | None] = field(default_factory=dict)
     turns: dict[int | str, dict[str, float | None]] = field(default_factory=dict)
-
-
-class Desk(Protocol):
-    """Where programs get rollouts. Its methods may be called on any thread."""
-
-    async def open(self, wait_s: float) -> Offer | None:
-        """The next rollout; None if there is none for `wait_s`."""
-        ...
-
-    def find(self, rollout_id: str) -> Offer | None:
-        """A rollout that is being played; None when it has ended."""
-        ...
 
 
 class Reception:
@@ -81,6 +71,7 @@ class Reception:
             self._waiting.remove(offer)
 
     async def open(self, wait_s: float) -> Offer | None:
+        """The next rollout; None if there is none for `wait_s`."""
         try:
             async with asyncio.timeout(wait_s):
                 while not self._waiting:
@@ -93,46 +84,48 @@ class Reception:
         return offer
 
     def find(self, rollout_id: str) -> Offer | None:
+        """A rollout that is being played; None when it has ended."""
         return self.taken.get(rollout_id)
 
 
-def routes(desk: Desk, token: str) -> FastAPI:
+def routes(desk: Reception, token: str) -> FastAPI:
     """The HTTP side; `token` opens rollouts, a rollout's own api_key rewards and finishes it."""
 
     async def opened(request: Request) -> Response:
-        try:
-            _authorize(request, token)
-            body = await _body(request)
-            wait_s = fields.number(body, "wait_s", 0.0) or 0.0
-            offer = await desk.open(min(max(wait_s, 0.0), WAIT_S_MAX))
-            return Response(status_code=204) if offer is None else answer(asdict(offer.context))
-        except Exception as error:
-            return refusal(wire_openai, error)
+        _authorize(request, token)
+        body = await _body(request)
+        wait_s = fields.number(body, "wait_s", 0.0) or 0.0
+        offer = await desk.open(min(max(wait_s, 0.0), WAIT_S_MAX))
+        return Response(status_code=204) if offer is None else answer(asdict(offer.context))
 
     async def rewarded(request: Request) -> Response:
-        try:
-            offer = _offer(desk, request)
-            _reward(offer, await _body(request))
-            return answer({})
-        except Exception as error:
-            return refusal(wire_openai, error)
+        offer = _offer(desk, request)
+        _reward(offer, await _body(request))
+        return answer({})
 
     async def finished(request: Request) -> Response:
-        try:
-            offer = _offer(desk, request)
-            body = await _body(request)
-            for name, value in fields.want(body, "rewards", dict, {}).items():
-                _reward(offer, {"name": name, "value": value})
-            _finish(offer, body)
-            return answer({})
-        except Exception as error:
-            return refusal(wire_openai, error)
+        offer = _offer(desk, request)
+        body = await _body(request)
+        for name, value in fields.want(body, "rewards", dict, {}).items():
+            _reward(offer, {"name": name, "value": value})
+        _finish(offer, body)
+        return answer({})
 
     app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None)
-    app.add_route("/rollouts", opened, methods=["POST"])
-    app.add_route("/rollouts/{rollout:path}/rewards", rewarded, methods=["POST"])
-    app.add_route("/rollouts/{rollout:path}/finish", finished, methods=["POST"])
+    app.add_route("/rollouts", partial(_answered, opened), methods=["POST"])
+    for name, handler in (("rewards", rewarded), ("finish", finished)):
+        path = f"/rollouts/{{rollout:path}}/{name}"
+        app.add_route(path, partial(_answered, handler), methods=["POST"])
     return app
+
+
+async def _answered(
+    handler: Callable[[Request], Awaitable[Response]], request: Request
+) -> Response:
+    try:
+        return await handler(request)
+    except Exception as error:
+        return refusal(wire_openai, error)
 
 
 def _authorize(request: Request, token: str) -> None:
@@ -141,7 +134,7 @@ def _authorize(request: Request, token: str) -> None:
         raise HttpError(401, "a wrong token, or none", "invalid_api_key")
 
 
-def _offer(desk: Desk, request: Request) -> Offer:
+def _offer(desk: Reception, request: Request) -> Offer:
     """The rollout of the path, for whoever has its key; 404 also when it has ended."""
     rollout_id = request.path_params["rollout"]
     offer = desk.find(rollout_id)

@@ -15,8 +15,9 @@ import socket
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from types import ModuleType
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
@@ -29,7 +30,7 @@ from starlette.responses import Response, StreamingResponse
 from tokenizers.decoders import DecodeStream
 
 from molt.agents import wire_anthropic, wire_openai
-from molt.agents.heard import Heard, decode
+from molt.agents.heard import decode
 from molt.agents.types import ChatReply, ChatRequest
 from molt.schemas.errors import (
     ConfigError,
@@ -39,7 +40,9 @@ from molt.schemas.errors import (
     TemplateError,
     WindowFull,
 )
-from molt.schemas.records import Sampling
+
+if TYPE_CHECKING:
+    from molt.rollout.session import Session
 
 BODY_BYTES_MAX = 32 << 20
 CONCURRENCY_MAX = 1024
@@ -49,49 +52,9 @@ RETRY_AFTER_S = 1
 KEEP_ALIVE_S = 3600
 """Longer than any tool runs between two turns: a connection closed under a request is an error."""
 
-Piece = Callable[[int, np.ndarray, str], None]
 Pieces = asyncio.Queue[tuple[int, np.ndarray] | None]
 """(choice, new token ids) of one streamed call; None when it has ended."""
 logger = logging.getLogger("molt.agents")
-
-
-class ChatSession(Protocol):
-    """What the server needs of a rollout."""
-
-    @property
-    def token(self) -> str: ...
-
-    @property
-    def model(self) -> str: ...
-
-    @property
-    def sampling(self) -> Sampling: ...
-
-    @property
-    def tokenizer(self) -> Any: ...
-
-    @property
-    def heard(self) -> Heard:
-        """Its last request."""
-        ...
-
-    async def chat(
-        self,
-        request: ChatRequest,
-        *,
-        on_piece: Piece | None = None,
-        on_call: Callable[[Any], None] | None = None,
-    ) -> ChatReply: ...
-
-    def delivered(self, reply_id: str) -> None: ...
-
-    def count(self, request: ChatRequest) -> int:
-        """Tokens of the prompt as the template renders it."""
-        ...
-
-    def plain(self, request: ChatRequest) -> bool:
-        """Whether all text of a reply is content: no tools, reasoning or grammar to parse."""
-        ...
 
 
 class HttpError(Exception):
@@ -145,7 +108,7 @@ class Running:
 
 
 async def serve(
-    sessions: Mapping[str, ChatSession],
+    sessions: "Mapping[str, Session]",
     host: str = "127.0.0.1",
     port: int = 0,
     *,
@@ -213,9 +176,9 @@ def build(agents: "Agents") -> FastAPI:
     """The routes; each path also where the other SDK's base URL would put it."""
     app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None)
     for path in ("/v1/chat/completions", "/chat/completions"):
-        app.add_route(path, agents.openai, methods=["POST"])
+        app.add_route(path, partial(agents.chat, wire_openai), methods=["POST"])
     for path in ("/v1/messages", "/v1/v1/messages"):
-        app.add_route(path, agents.anthropic, methods=["POST"])
+        app.add_route(path, partial(agents.chat, wire_anthropic), methods=["POST"])
         app.add_route(f"{path}/count_tokens", agents.count_tokens, methods=["POST"])
     for path in ("/v1/models", "/models", "/v1/v1/models"):
         app.add_route(path, agents.models, methods=["GET"])
@@ -250,7 +213,7 @@ class Agents:
     """The endpoints, and what they have in common."""
 
     def __init__(
-        self, sessions: Mapping[str, ChatSession], body_bytes_max: int, concurrency_max: int
+        self, sessions: "Mapping[str, Session]", body_bytes_max: int, concurrency_max: int
     ) -> None:
         self.sessions = sessions
         self.body_bytes_max, self.concurrency_max = body_bytes_max, concurrency_max
@@ -261,20 +224,9 @@ class Agents:
         for task in self.chats:
             task.cancel()
 
-    async def openai(self, request: Request) -> Response:
-        return await self._chat(wire_openai, request)
-
-    async def anthropic(self, request: Request) -> Response:
-        return await self._chat(wire_anthropic, request)
-
     async def count_tokens(self, request: Request) -> Response:
         try:
-            session = self.session(request)
-            body = await read_body(request, self.body_bytes_max)
-            with refused_json():
-                call = wire_anthropic.parse(
-                    decode(body), request.headers, session.heard, counting=True
-                )
+            session, call = await self._parsed(wire_anthropic, request, counting=True)
             return answer({"input_tokens": session.count(call.request)})
         except Exception as error:
             return refusal(wire_anthropic, error)
@@ -292,7 +244,7 @@ class Agents:
         row["created_at"] = "1970-01-01T00:00:00Z"
         return answer({"data": [row], "has_more": False, "first_id": name, "last_id": name})
 
-    def session(self, request: Request) -> ChatSession:
+    def session(self, request: Request) -> "Session":
         """The rollout of this token; all are compared, each in constant time.
 
         A client may send two: some of Anthropic's add a token of the user's own environment.
@@ -310,12 +262,18 @@ class Agents:
             raise HttpError(401, f"{why}; use ctx.api_key", "invalid_api_key")
         return found[0]
 
-    async def _chat(self, wire: ModuleType, request: Request) -> Response:
+    async def _parsed(
+        self, wire: ModuleType, request: Request, **how: bool
+    ) -> "tuple[Session, wire_openai.Call]":
+        session = self.session(request)
+        body = await read_body(request, self.body_bytes_max)
+        with refused_json():
+            return session, wire.parse(decode(body), request.headers, session.heard, **how)
+
+    async def chat(self, wire: ModuleType, request: Request) -> Response:
+        """One call of the model."""
         try:
-            session = self.session(request)
-            body = await read_body(request, self.body_bytes_max)
-            with refused_json():
-                call: wire_openai.Call = wire.parse(decode(body), request.headers, session.heard)
+            session, call = await self._parsed(wire, request)
             if call.stream:
                 return await self._stream(wire, request, session, call)
             task = self._start(wire, session, call)
@@ -334,7 +292,7 @@ class Agents:
             return refusal(wire, error)
 
     def _start(
-        self, wire: ModuleType, session: ChatSession, call: wire_openai.Call, **on: Any
+        self, wire: ModuleType, session: "Session", call: wire_openai.Call, **on: Any
     ) -> "asyncio.Task[ChatReply]":
         """The call as a task of its own, so that it can be counted and given up."""
         if len(self.chats) >= self.concurrency_max:
@@ -349,7 +307,7 @@ class Agents:
         return task
 
     async def _stream(
-        self, wire: ModuleType, request: Request, session: ChatSession, call: wire_openai.Call
+        self, wire: ModuleType, request: Request, session: "Session", call: wire_openai.Call
     ) -> Response:
         """Wait for the first piece, so that a refused request is an error and not a stream."""
         pieces: Pieces = asyncio.Queue()
@@ -375,7 +333,7 @@ class Agents:
 async def _events(
     stream: Any,
     request: Request,
-    session: ChatSession,
+    session: "Session",
     call: wire_openai.Call,
     task: "asyncio.Task[ChatReply]",
     pieces: Pieces,
@@ -416,7 +374,7 @@ class Texts:
     content is known when the reply is whole: then it is sent in one piece at the end.
     """
 
-    def __init__(self, session: ChatSession, request: ChatRequest) -> None:
+    def __init__(self, session: "Session", request: ChatRequest) -> None:
         fast = getattr(session.tokenizer, "backend_tokenizer", None)
         self.tokenizer = fast if session.plain(request) else None
         self.stops = (*request.stop, *session.sampling.stop)
@@ -451,7 +409,7 @@ async def _disconnect(request: Request) -> None:
         pass
 
 
-async def _deliver(session: ChatSession, reply_id: str) -> None:
+async def _deliver(session: "Session", reply_id: str) -> None:
     session.delivered(reply_id)
 
 
