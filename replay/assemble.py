@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from molt.replay.sources import RowSource
+from molt.replay.sources import Sources
 from molt.schemas.check import Parent, check_segment
 from molt.schemas.errors import LogCorrupt
 from molt.schemas.records import Ref
@@ -55,7 +55,7 @@ class PlannedSegment:
     row: Mapping[str, Any]
 
 
-def assemble(source: RowSource, plan: Record) -> list[TrainSequence]:
+def assemble(source: Sources, plan: Record) -> list[TrainSequence]:
     """All training sequences of a plan, in the plan's order.
 
     Raises LogCorrupt if a row's digest, owner or logprob kind is not what the plan implies.
@@ -93,7 +93,7 @@ def _name(row: Mapping[str, Any]) -> str:
     return f"{row['rollout_id']} attempt {row['attempt']} segment {row['segment']}"
 
 
-def segments_of(source: RowSource, plan_row: Mapping[str, Any]) -> dict[int, PlannedSegment]:
+def segments_of(source: Sources, plan_row: Mapping[str, Any]) -> dict[int, PlannedSegment]:
     """The rollout's segment rows by number, checked like at append, parents included."""
     refs = {tuple(ref.items()): ref for b in plan_row["branches"] for ref in b["refs"]}
     found = [Ref(**ref) for ref in refs.values()]

@@ -5,7 +5,7 @@ once and must be the run that the epoch record names.
 """
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -18,16 +18,6 @@ from molt.store.log import Log
 from molt.store.reader import RowReader
 
 CACHE_BYTES = 64 << 20
-
-
-class RowSource(Protocol):
-    """Whatever resolves a row address."""
-
-    def row(self, ref: Ref) -> dict[str, Any]: ...
-    def rows(self, refs: Sequence[Ref]) -> list[dict[str, Any]]: ...
-    def stream(self, ref: Ref) -> str: ...
-    def routing_place(self, ref: Ref) -> tuple[int, int, int] | None: ...
-    def experts(self, ref: Ref, first: int, end: int) -> npt.NDArray[np.uint8]: ...
 
 
 class Sources:

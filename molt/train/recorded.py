@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from molt.replay.assemble import TrainSequence
-from molt.replay.sources import RowSource
+from molt.replay.sources import Sources
 from molt.schemas.check import repeated_expert
 from molt.schemas.errors import LogCorrupt
 from molt.schemas.records import Ref
@@ -25,7 +25,7 @@ from molt.train.packing import Recorded
 class RoutingReader:
     """Reads routing rows by address. `layers`, `top_k` and `n_experts` are the model's."""
 
-    def __init__(self, source: RowSource, *, layers: int, top_k: int, n_experts: int) -> None:
+    def __init__(self, source: Sources, *, layers: int, top_k: int, n_experts: int) -> None:
         self._source, self._n_experts = source, n_experts
         self._shape = (layers, top_k)
         self._dtype = np.dtype(expert_dtype(n_experts)).newbyteorder("<")
