@@ -36,28 +36,22 @@ _REASONING_SIGNS = (
 
 
 def choose_parsers(
-    template: str, tool_parser: str | None = None, reasoning_parser: str | None = None
-) -> tuple[str | None, str | None, str]:
-    """(tool parser, reasoning parser, a sentence that says which and why).
+    template: str, tool_parser: str = "", reasoning_parser: str = ""
+) -> tuple[str | None, str | None]:
+    """(tool parser, reasoning parser), guessed from the chat template's text where "" is given.
 
-    None = guess from the chat template's text; "none" = no parser.
+    "none" = no parser.
 
-    >>> choose_parsers("... <tool_call>{\\"name\\": ...", None, "none")[:2]
+    >>> choose_parsers("... <tool_call>{\\"name\\": ...", "", "none")
     ('hermes', None)
     """
 
-    def choose(given: str | None, signs: Any) -> tuple[str | None, str]:
-        if given is not None:
-            return (None if given == "none" else given), "as configured"
-        for marks, name in signs:
-            if all(mark in template for mark in marks):
-                return name, f"guessed from {' and '.join(marks)} in the chat template"
-        return None, "the chat template shows none"
+    def choose(given: str, signs: Any) -> str | None:
+        if given:
+            return None if given == "none" else given
+        return next((name for marks, name in signs if all(m in template for m in marks)), None)
 
-    tools, why_tools = choose(tool_parser, _TOOL_SIGNS)
-    thoughts, why_thoughts = choose(reasoning_parser, _REASONING_SIGNS)
-    said = f"tool calls: {tools} ({why_tools}); reasoning: {thoughts} ({why_thoughts})"
-    return tools, thoughts, said
+    return choose(tool_parser, _TOOL_SIGNS), choose(reasoning_parser, _REASONING_SIGNS)
 
 
 class ReplyParser:

@@ -82,17 +82,15 @@ class RolloutWorker:
         )
         tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
         renderer = Renderer(tokenizer)
-        tools, thoughts, _ = choose_parsers(
-            renderer.template_text(),
-            config.agent.tool_parser or None,
-            config.agent.reasoning_parser or None,
+        parsers = choose_parsers(
+            renderer.template_text(), config.agent.tool_parser, config.agent.reasoning_parser
         )
         self.desk = Desk(
             writer=self.writer,
             engines=EngineSource(engines, config.agent.engine_wait_s),
             model=config.run.name or "policy",
             tokenizer=tokenizer,
-            parser=ReplyParser(tokenizer, tools, thoughts),
+            parser=ReplyParser(tokenizer, *parsers),
             new_capture=lambda: Capture(renderer),
             sampling=config.sampling,
             window=config.engine.max_model_len,
