@@ -167,15 +167,9 @@ class Engine:
     async def _add(
         self, llm: "AsyncLLM", request_id: str, ids: list[int], params: "SamplingParams"
     ) -> vllm_calls.Request:
-        from vllm.exceptions import VLLMClientError
-
         async def add() -> Any:
-            try:
+            with self._refusing(request_id):
                 return await llm.add_request(request_id, {"prompt_token_ids": ids}, params)
-            except (VLLMClientError, ValueError) as error:
-                raise RequestRefused(
-                    f"engine {self._id}, request {request_id}: {error}; correct the request"
-                ) from error
 
         request = vllm_calls.Request(
             llm,
@@ -198,7 +192,13 @@ class Engine:
                     yield request.take()
                 raise
             if output.finished:
-                yield self._checked(request.take(output))
+                piece = request.take(output)
+                if piece.finish_reason not in ("stop", "length", "abort"):
+                    raise EngineError(
+                        f"engine {self._id}: a request finished with {piece.finish_reason!r}; "
+                        f"see {self._log}"
+                    )
+                yield piece
                 return
             if request.n_new and (request.cut or 0 < every <= request.n_new):
                 yield request.take()
@@ -344,17 +344,11 @@ class Engine:
     async def _final(
         self, llm: "AsyncLLM", ids: list[int], params: "SamplingParams", request_id: str
     ) -> "RequestOutput":
-        from vllm.exceptions import VLLMClientError
-
         async def last_output() -> "RequestOutput | None":
             final = None
-            try:
+            with self._refusing(request_id):
                 async for output in llm.generate({"prompt_token_ids": ids}, params, request_id):
                     final = output
-            except (VLLMClientError, ValueError) as error:
-                raise RequestRefused(
-                    f"engine {self._id}, request {request_id}: {error}; correct the request"
-                ) from error
             return final
 
         final: RequestOutput | None = await self._call(f"request {request_id}", last_output())
@@ -397,13 +391,17 @@ class Engine:
             f"{self._log}"
         )
 
-    def _checked(self, piece: Completion) -> Completion:
-        if piece.finish_reason not in ("stop", "length", "abort"):
-            raise EngineError(
-                f"engine {self._id}: a request finished with {piece.finish_reason!r}; "
-                f"see {self._log}"
-            )
-        return piece
+    @contextlib.contextmanager
+    def _refusing(self, request_id: str) -> Iterator[None]:
+        """Turn vLLM's complaints about a request into RequestRefused."""
+        from vllm.exceptions import VLLMClientError
+
+        try:
+            yield
+        except (VLLMClientError, ValueError) as error:
+            raise RequestRefused(
+                f"engine {self._id}, request {request_id}: {error}; correct the request"
+            ) from error
 
     @contextlib.contextmanager
     def _mapped(self, what: str) -> Iterator[None]:

@@ -30,7 +30,7 @@ class Growing:
     def __init__(
         self, session: "Session", request: ChatRequest, placement: "Placement", forced: bool
     ) -> None:
-        self.session, self.request, self.placement = session, request, placement
+        self.session, self.request = session, request
         run = session.sampling
         self.sampling = replace(
             run,
@@ -39,6 +39,7 @@ class Growing:
         )
         self.train_reason = untrained(session.a.purpose, request.role, self.sampling, forced)
         self.rows: list[tuple[int, np.ndarray]] = []
+        """(number, own token ids) of each segment so far."""
         self.token_ids: list[int] = []
         self.finish_reason, self.n_cached = "", 0
         self._parent, self._keep = placement.parent, placement.keep

@@ -22,7 +22,7 @@ import numpy as np
 import xxhash
 
 from molt.agents.heard import Heard
-from molt.agents.types import ChatReply, ChatRequest, Choice, Messages
+from molt.agents.types import ChatReply, ChatRequest, Messages
 from molt.rollout.engines import EngineSource, Generator
 from molt.rollout.growing import Growing, make_segment
 from molt.rollout.resume import Recorded, Row, n_sampled, recorded_pieces
@@ -120,16 +120,6 @@ class _Call:
             self.waiting -= 1
             if on_piece is not None:
                 self.listeners.remove(on_piece)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Sampled:
-    """One choice: its segments as capture wants them, and how it ended."""
-
-    pieces: list[tuple[int, np.ndarray]]
-    """(segment number, own token ids)"""
-    choice: Choice
-    n_cached: int
 
 
 class Session:
@@ -260,7 +250,7 @@ class Session:
             for index in range(request.n)
         ]
         try:
-            sampled = await asyncio.gather(*tasks)
+            replies = await asyncio.gather(*tasks)
         except BaseException as error:
             for task in tasks:
                 task.cancel()
@@ -268,16 +258,16 @@ class Session:
                 self.fatal = error
             raise
         # From here to the end nothing is awaited: a call is accepted whole or not at all.
-        for one in sampled:
-            capture.accept(placement, one.pieces, one.choice.reply, one.choice.finish_reason)
+        for one in replies:
+            capture.accept(placement, one.rows, one.reply, one.finish_reason)
         self.counts["calls"] += 1
         if request.role == "agent":
-            self.finish_reason, self.full = sampled[0].choice.finish_reason, None
+            self.finish_reason, self.full = replies[0].finish_reason, None
         reply = ChatReply(
             id=call.reply_id,
-            choices=tuple(one.choice for one in sampled),
+            choices=tuple(one.choice(index) for index, one in enumerate(replies)),
             n_prompt=call.n_prompt,
-            n_cached=sampled[0].n_cached,
+            n_cached=replies[0].n_cached,
         )
         self._replies[reply.id] = (call, reply.choices[0].segment)
         return reply
@@ -286,10 +276,7 @@ class Session:
         """What the request forces on the engine; tokens sampled under it are never trained."""
         if request.tool_choice not in ("auto", "none") and not self.desk.parser.tools:
             raise RequestRefused(f"tool_choice {request.tool_choice!r} needs agent.tool_parser")
-        try:
-            return self.desk.parser.grammar(request)
-        except (ValueError, TypeError, KeyError) as error:
-            raise RequestRefused(f"response_format or tool_choice: {error}") from error
+        return self.desk.parser.grammar(request)
 
     def _capture(self, role: str) -> "Capture":
         """Conversations of side models are kept apart: the fold knows the agent's chains alone."""
@@ -299,7 +286,7 @@ class Session:
 
     async def _choice(
         self, call: _Call, request: ChatRequest, placement: "Placement", index: int
-    ) -> _Sampled:
+    ) -> Growing:
         """Sample one reply and append its segments as it grows."""
         grammar = self._grammar(request)
         growing = Growing(self, request, placement, grammar is not None)
@@ -308,9 +295,8 @@ class Session:
             growing.add(piece, engine_id)
             if not growing.finish_reason:
                 call.emit(index, piece.token_ids, "")
-        choice = growing.choice(index)
-        call.emit(index, piece.token_ids, choice.finish_reason)
-        return _Sampled(pieces=growing.rows, choice=choice, n_cached=growing.n_cached)
+        call.emit(index, piece.token_ids, growing.finish_reason)
+        return growing
 
     async def _pieces(
         self,
