@@ -10,7 +10,6 @@ vLLM is imported by `start()`, after the environment that it reads at import is 
 
 import asyncio
 import contextlib
-import os
 import time
 from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -65,7 +64,7 @@ class Engine:
     async def start(self) -> dict[str, Any]:
         """Load the model and start vLLM's processes; 10 to 25 s on two cores.
 
-        Returns pid, child_pids, max_model_len, vocab_size, seconds, and routing: the RoutingShape
+        Returns child_pids, max_model_len, vocab_size, seconds, and routing: the RoutingShape
         of the experts that completions name, None if it captures none. Raises ConfigError for a
         folder without a model, EngineError for everything vLLM itself refuses.
         """
@@ -84,7 +83,6 @@ class Engine:
         self._death = asyncio.create_task(self._watch())
         config = self._llm.model_config
         return {
-            "pid": os.getpid(),
             "child_pids": [child.pid for child in self._children],
             "max_model_len": config.max_model_len,
             "vocab_size": config.get_vocab_size(),

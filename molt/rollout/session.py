@@ -392,11 +392,9 @@ class Session:
         value: float | None,
         *,
         segment: int | None = None,
-        token: int | None = None,
-        revision: int = 0,
         source: str,
     ) -> None:
-        """Append a reward of the rollout, of a turn (`segment`) or of a token.
+        """Append a reward of the rollout or of a turn (`segment`).
 
         None = cannot be scored. Raises SegmentRejected for NaN and for what is no number.
         """
@@ -408,10 +406,10 @@ class Session:
             rollout_id=self.a.rollout_id,
             attempt=self.a.attempt,
             segment=segment,
-            token=token,
+            token=None,
             name=name,
             value=None if value is None else float(value),
-            revision=revision,
+            revision=0,
             source=source,
         )
         self._tickets.append(self.desk.writer.append("rewards", row))

@@ -76,8 +76,8 @@ class Trainer:
     def start(self) -> dict[str, Any]:
         """Join the other ranks, load and shard the model, make the optimizer. Collective.
 
-        Returns seconds, n_parameters, n_tensors, memory_bytes (peak resident), device, dp_size and
-        dp_rank (ranks of one dp_rank are tensor- or context-parallel peers: the same sequences).
+        Returns seconds, n_parameters, device, dp_size and dp_rank (ranks of one dp_rank are
+        tensor- or context-parallel peers: the same sequences).
         """
         started = time.perf_counter()
         torch.set_num_threads(self.settings.threads)
@@ -107,8 +107,6 @@ class Trainer:
         return {
             "seconds": time.perf_counter() - started,
             "n_parameters": sum(p.numel() for p in self.parameters.values()),
-            "n_tensors": len(self.manifest()),
-            "memory_bytes": metrics.rss_peak_bytes(),
             "device": self.model.device.type,
             "dp_size": self.model.dp_size,
             "dp_rank": self.rank // self._copies,
