@@ -44,6 +44,20 @@ def heldout(step: int) -> str:
     return f"heldout@{step}"
 
 
+def new_group(purpose: str, dataset: str, k: int, prompt: dict[str, Any], n: int) -> PromptRow:
+    """The first issue of the prompt of ordinal `k`, for `n` rollouts."""
+    return PromptRow(
+        ordinal=k,
+        group_id=f"{purpose}-{k}",
+        purpose=purpose,
+        dataset=dataset,
+        prompt=canonical_json(prompt),
+        n=n,
+        attempt=0,
+        reason="new",
+    )
+
+
 class Issuer:
     """Keeps the engines busy within the lag limit."""
 
@@ -104,19 +118,7 @@ class Issuer:
         self, purpose: str, dataset: str, prompts: Sequence[tuple[int, dict[str, Any]]], n: int
     ) -> None:
         """New groups of `n` rollouts, by ordinal."""
-        rows = [
-            PromptRow(
-                ordinal=k,
-                group_id=f"{purpose}-{k}",
-                purpose=purpose,
-                dataset=dataset,
-                prompt=canonical_json(prompt),
-                n=n,
-                attempt=0,
-                reason="new",
-            )
-            for k, prompt in prompts
-        ]
+        rows = [new_group(purpose, dataset, k, prompt, n) for k, prompt in prompts]
         self._dispatch(rows, [[(f"{r.group_id}/{i}", 0, ()) for i in range(n)] for r in rows])
 
     def issue_again(self, groups: Sequence[Again], purpose: str) -> None:

@@ -25,6 +25,7 @@ from molt.config import Config
 from molt.data import Prompts
 from molt.issuing import Issuer, heldout
 from molt.metrics import Meter, at_path, plan_metrics, rollout_metrics
+from molt.model import resolve_model
 from molt.planning import Drop, finished, oldest_version, plan_group, plan_header, progress
 from molt.publish import Published, Publisher
 from molt.recovery import Start
@@ -53,7 +54,8 @@ async def train(config: Config, screen: Screen, start: Start | None = None) -> L
         screen.say("run: --set run.dir=... ; a longer one: --set run.steps=...")
         return Log.open(config.run.dir)
     prompts = Prompts(config.data, config.run.seed)
-    model_folder = startup.prepare_model(config, screen)
+    with screen.phase(f"model {config.model}"):
+        model_folder = resolve_model(config.model)
     startup.check_room(config, model_folder, screen)
     log, epoch = startup.open_log(config, model_folder, start, screen)
     cluster = Cluster(config, log.path, epoch, model_folder, screen.say)

@@ -1,6 +1,7 @@
 """Everything before the first step: the model's folder, the epoch record, processes, self-test."""
 
 import asyncio
+import datetime
 import json
 import shutil
 from pathlib import Path
@@ -10,8 +11,8 @@ import numpy as np
 
 from molt.cluster import Cluster
 from molt.config import Config, epoch_fields, recorded_config, to_dict
-from molt.issuing import heldout
-from molt.model import folder_digests, resolve_model
+from molt.issuing import heldout, new_group
+from molt.model import folder_digests
 from molt.publish import PROBE_PROMPTS, PROBE_TOKENS, Gap, Probe
 from molt.recovery import Start, cut, open_fold
 from molt.replay.folders import sweep
@@ -19,7 +20,7 @@ from molt.replay.replay import history
 from molt.rollout.types import Completion
 from molt.rollout.worker import encode_prompt, judge_segment
 from molt.schemas.errors import ConfigError, LogCorrupt, ModelIdentityError
-from molt.schemas.records import PromptRow, Sampling
+from molt.schemas.records import Sampling
 from molt.schemas.text import canonical_json, difference
 from molt.screen import Screen
 from molt.store import Log
@@ -36,26 +37,12 @@ PROCESS_GIB = 2.0
 DISK_MARGIN = 1.1
 
 FREE_TO_CHANGE = (
-    *("run.dir", "run.name", "run.steps", "run.drops_in_a_row_max", "run.stuck_s"),
-    *(
-        "agent.engine_wait_s",
-        "agent.partial_tokens",
-        "run.eval_every",
-        "run.restarts_max",
-        "run.sinks",
-        "engine.count",
-        "engine.kv_cache_gib",
-    ),
-    *("checkpoint.", "limits.", "log.", "agent.workers", "agent.deadline_s", "train.world_size"),
-    "train.routing_sample_every",
+    *("run.dir", "run.name", "run.steps", "run.eval_every", "run.drops_in_a_row_max"),
+    *("run.stuck_s", "run.restarts_max", "run.sinks", "checkpoint.", "limits.", "log."),
+    *("agent.workers", "agent.deadline_s", "agent.engine_wait_s", "agent.partial_tokens"),
+    *("engine.count", "engine.kv_cache_gib", "train.world_size", "train.routing_sample_every"),
 )
 """Settings that do not change what is learned; all others need `--accept-changes` on resume."""
-
-
-def prepare_model(config: Config, screen: Screen) -> str:
-    """The model's local folder, fetched or converted when needed."""
-    with screen.phase(f"model {config.model}"):
-        return resolve_model(config.model)
 
 
 def check_room(config: Config, model_folder: str, screen: Screen) -> None:
@@ -106,8 +93,6 @@ def _bytes_per_weight(file: Path) -> int:
 
 def open_log(config: Config, model_folder: str, start: Start, screen: Screen) -> tuple[Log, int]:
     """Create or take over the log: the first act of a driver is its epoch record."""
-    import datetime
-
     log = Log.create(config.run.dir)
     records = log.records()
     digests = folder_digests(model_folder)
@@ -220,17 +205,7 @@ async def _record_probe(run: "Run") -> Probe:
     opened = await _openings(run)
     segments = await asyncio.gather(*(_continue(run, k, ids) for k, (_, ids) in enumerate(opened)))
     for k, ((prompt, _), segment) in enumerate(zip(opened, segments, strict=True)):
-        row = PromptRow(
-            ordinal=k,
-            group_id=f"judge-{k}",
-            purpose="judge",
-            dataset="probe",
-            prompt=canonical_json(prompt),
-            n=1,
-            attempt=0,
-            reason="new",
-        )
-        run.writer.append("prompts", row)
+        run.writer.append("prompts", new_group("judge", "probe", k, prompt, 1))
         run.writer.append("segments", segment)
     run.writer.flush()
     return Probe(
