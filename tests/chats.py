@@ -8,12 +8,14 @@ import functools
 import gzip
 import json
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
 
 from molt.agents.capture import Capture, Placement
 from molt.agents.render import Renderer
@@ -98,7 +100,17 @@ def renderer(template: str = PLAIN, **special: str) -> Renderer:
     written = re.findall(r"<\|[a-z_]+\|>|<｜[^｜]+｜>", template)
     names = dict.fromkeys([*written, *filter(None, special.values())])
     tokenizer.add_special_tokens([AddedToken(name, special=True) for name in names])
-    return Renderer(tokenizer, template, special)
+    return recorded_renderer(tokenizer, template, special)
+
+
+def recorded_renderer(
+    tokenizer: Tokenizer, template: str, special: Mapping[str, str] | None = None
+) -> Renderer:
+    """A renderer for a tokenizer and a template that come apart from each other."""
+    named = {k: v for k, v in (special or {}).items() if v}
+    return Renderer(
+        PreTrainedTokenizerFast(tokenizer_object=tokenizer, chat_template=template, **named)
+    )
 
 
 def user(text: str) -> dict[str, Any]:

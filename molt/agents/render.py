@@ -18,33 +18,16 @@ _TRIAL = {"function": {"name": "molt_trial", "arguments": {"k": "molt_value"}}}
 
 
 class Renderer:
-    """A chat template and its tokenizer.
+    """A tokenizer of transformers and its chat template."""
 
-    `tokenizer` is one of transformers, or a bare `tokenizers.Tokenizer` together with `template`
-    (Jinja text) and the special tokens that the template names ("bos_token", ...).
-    """
-
-    def __init__(
-        self,
-        tokenizer: Any,
-        template: str | None = None,
-        special_tokens: Mapping[str, str] | None = None,
-    ) -> None:
-        self.tokenizer, self._template = tokenizer, template
-        self._bare = not hasattr(tokenizer, "get_chat_template")
-        if self._bare and template is None:
-            raise TemplateError("a bare tokenizer has no chat template: give one as `template`")
-        self._special = dict(special_tokens or getattr(tokenizer, "special_tokens_map", {}))
-        added = (
-            tokenizer.get_added_tokens_decoder() if self._bare else tokenizer.added_tokens_decoder
-        )
-        self._added = {int(i): str(token.content) for i, token in added.items()}
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer, self._special = tokenizer, dict(tokenizer.special_tokens_map)
+        added = tokenizer.added_tokens_decoder.items()
+        self._added = {int(i): str(token.content) for i, token in added}
         self._empty, self._object = self._form()
 
     def template_text(self, tools: Any = None) -> str:
         """The Jinja text for a request with these tools; TemplateError if there is none."""
-        if self._template is not None:
-            return self._template
         try:
             return str(self.tokenizer.get_chat_template(tools=tools or None))
         except ValueError as error:
@@ -81,8 +64,6 @@ class Renderer:
     def encode(self, text: str) -> list[int]:
         """Ids of `text` alone; no special token is added. TemplateError if it is not Unicode."""
         try:
-            if self._bare:
-                return list(self.tokenizer.encode(text, add_special_tokens=False).ids)
             return list(self.tokenizer.encode(text, add_special_tokens=False, verbose=False))
         except (TypeError, UnicodeError) as error:  # half of a surrogate pair
             raise TemplateError(f"a message holds text that is not Unicode: {error}") from error

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from chats import PLAIN, THINKING, Player, call, reply, tool, user
 
-from molt.agents.render import Renderer
 from molt.agents.types import ChatRequest, ToolCall
 from molt.store.branches import branches
 
@@ -21,7 +20,7 @@ def player(name: str, own: str = PLAIN) -> Player:
     if name == "own":
         return Player(chats.renderer(own))
     tokenizer = chats.recorded_tokenizer("qwen3")
-    return Player(Renderer(tokenizer, chats.recorded_template(name)[0]))
+    return Player(chats.recorded_renderer(tokenizer, chats.recorded_template(name)[0]))
 
 
 @pytest.mark.parametrize("name", [OWN, QWEN3])

@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 from chats import Player, reply, tool, user
 
-from molt.agents.render import Renderer
 from molt.agents.types import ChatRequest, Messages, ParsedReply, ToolCall
 
 TEXT_ONLY = {
@@ -26,7 +25,7 @@ TEXT_ONLY = {
 
 def player(template: str = "trl_qwen3.jinja") -> Player:
     tokenizer = chats.recorded_tokenizer("qwen3")
-    return Player(Renderer(tokenizer, chats.recorded_template(template)[0]))
+    return Player(chats.recorded_renderer(tokenizer, chats.recorded_template(template)[0]))
 
 
 def replies(output: list[dict[str, Any]]) -> list[tuple[ParsedReply, Messages]]:

@@ -19,14 +19,13 @@ def fast_tokenizer(template: str | None = PLAIN) -> PreTrainedTokenizerFast:
     )
 
 
-def test_both_kinds_of_tokenizer_give_the_same() -> None:
-    bare, fast = chats.renderer(), Renderer(fast_tokenizer())
-    text = bare.render(ASKED, generate=True)
-    assert text == fast.render(ASKED, generate=True)
-    assert bare.encode(text) == fast.encode(text)
-    end = bare.encode("<|im_end|>")
-    assert len(end) == 1 and bare.control(end[0]) == fast.control(end[0]) == "<|im_end|>"
-    assert bare.control(bare.encode("a")[0]) is None
+def test_ids_are_those_of_the_bare_tokenizer() -> None:
+    bare, fast = chats.own_tokenizer(), Renderer(fast_tokenizer())
+    text = fast.render(ASKED, generate=True)
+    assert fast.encode(text) == bare.encode(text, add_special_tokens=False).ids
+    (end,) = fast.encode("<|im_end|>")
+    assert fast.control(end) == "<|im_end|>"
+    assert fast.control(fast.encode("a")[0]) is None
 
 
 def test_it_is_what_transformers_renders() -> None:
@@ -54,8 +53,6 @@ def test_a_template_that_refuses_says_why() -> None:
         chats.renderer("{{ messages[0].content + 1 }}").render([user("q")], generate=True)
     with pytest.raises(TemplateError, match="has no chat template"):
         Renderer(fast_tokenizer(None)).render([user("q")], generate=True)
-    with pytest.raises(TemplateError, match="give one as `template`"):
-        Renderer(chats.own_tokenizer())
 
 
 @pytest.mark.parametrize(
@@ -73,9 +70,8 @@ def test_what_is_no_message_is_refused_by_name(message: Any) -> None:
 
 
 def test_text_that_is_not_unicode_is_refused() -> None:
-    for r in (chats.renderer(), Renderer(fast_tokenizer())):
-        with pytest.raises(TemplateError, match="not Unicode"):
-            r.encode("half a pair: \ud800")
+    with pytest.raises(TemplateError, match="not Unicode"):
+        chats.renderer().encode("half a pair: \ud800")
 
 
 def test_a_template_cannot_reach_out() -> None:
