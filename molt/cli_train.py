@@ -4,6 +4,7 @@ import argparse
 import asyncio
 import dataclasses
 import os
+import secrets
 import sys
 from pathlib import Path
 
@@ -11,7 +12,6 @@ from rich.console import Console
 
 from molt import loop
 from molt.agents import fields
-from molt.agents.commands import serve_config
 from molt.command import (
     LOG,
     argument,
@@ -23,7 +23,7 @@ from molt.command import (
     print_rows,
     repeatable,
 )
-from molt.config import Config, load
+from molt.config import Config, load, recorded_config, validate
 from molt.recovery import Start
 from molt.report import Report, draw, print_table, report
 from molt.schemas.errors import ConfigError, MoltError
@@ -72,6 +72,27 @@ def run_train(args: argparse.Namespace) -> int:
 def run_serve(args: argparse.Namespace) -> int:
     """Train with rollouts that programs of any kind open, play and finish over HTTP."""
     return train(serve_config(args), args)
+
+
+def serve_config(args: argparse.Namespace) -> Config:
+    """The configuration of `molt agent serve`, whose agents are programs elsewhere.
+
+    The desk's address and token go to the worker in the environment (MOLT_DESK_...); the token is
+    taken from there too, so that programs can be started with it beforehand.
+    """
+    token = os.environ.setdefault("MOLT_DESK_TOKEN", secrets.token_urlsafe(24))
+    os.environ.update(
+        MOLT_DESK_HOST=args.host, MOLT_DESK_PORT=str(args.port), MOLT_DESK_PUBLIC=str(+args.public)
+    )
+    print(f"rollouts: http://{args.host}:{args.port}/rollouts", file=sys.stderr)
+    print(f"token: {token} (MOLT_DESK_TOKEN)", file=sys.stderr)
+    overrides = ["agent.env=molt.agents.serve:External", "agent.workers=1", *args.set]
+    if not Path(args.config).is_dir():
+        return load(args.config, overrides)
+    epochs = [r for r in Log.open(args.config).records() if r.kind == "epoch"]
+    config = recorded_config(epochs[-1].rows[0], [f"run.dir={args.config}", *overrides])
+    validate(config)
+    return config
 
 
 @command("agent fields", "molt agent fields --format json", formats("table", "json", "csv"))

@@ -5,8 +5,7 @@ Text is decoded token by token for the eye only: no path leads from it back to i
 
 import json
 import sys
-from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from rich.console import Console
 from rich.text import Text
@@ -20,12 +19,6 @@ LOGPROB_WORST = -5.0
 """Tokens at or below this are fully red."""
 
 
-class Tokenizer(Protocol):
-    """What is needed of a `tokenizers` or transformers tokenizer."""
-
-    def decode(self, ids: Sequence[int], /, *, skip_special_tokens: bool) -> str: ...
-
-
 def show_decoded(log: Log, rollout_id: str, console: Console, spec: str | None = None) -> None:
     """`show` with the tokenizer of `spec` (default: the run's own), if it is on this machine."""
     epochs = [r for r in log.records() if r.kind == "epoch"]
@@ -36,11 +29,11 @@ def show_decoded(log: Log, rollout_id: str, console: Console, spec: str | None =
     show(log, rollout_id, console, found)
 
 
-def show(log: Log, rollout_id: str, console: Console, tokenizer: Tokenizer | None = None) -> None:
+def show(log: Log, rollout_id: str, console: Console, tokenizer: Any = None) -> None:
     """Print every attempt of a rollout: what became of it, then its segments' tokens.
 
-    Without a tokenizer token ids are printed. Works for unfinished and abandoned attempts.
-    ConfigError names close matches if the log does not know the rollout.
+    Without a tokenizer (of `tokenizers` or transformers) token ids are printed. Works for
+    unfinished and abandoned attempts. ConfigError names close matches if the log does not know the rollout.
     """
     rows = rollout_rows(log, rollout_id)
     console.print(Text.assemble((rollout_id, "bold"), f" of run {log.run_id}"))
@@ -56,9 +49,7 @@ def show(log: Log, rollout_id: str, console: Console, tokenizer: Tokenizer | Non
     console.print(_legend())
 
 
-def _attempt(
-    rows: dict[str, list[Row]], attempt: int, console: Console, tokenizer: Tokenizer | None
-) -> None:
+def _attempt(rows: dict[str, list[Row]], attempt: int, console: Console, tokenizer: Any) -> None:
     segments = [s for s in rows["segments"] if s["attempt"] == attempt]
     lines = Text.assemble((f"attempt {attempt}", "bold"), ": ", "; ".join(_fate(rows, attempt)))
     if segments and segments[0]["abandoned"]:
@@ -103,14 +94,14 @@ def _fate(rows: dict[str, list[Row]], attempt: int) -> list[str]:
 
 
 def _tokens(
-    row: Row, tokenizer: Tokenizer | None, version: tuple[int, int] | None
+    row: Row, tokenizer: Any, version: tuple[int, int] | None
 ) -> tuple[Text, tuple[int, int] | None]:
     """The row's tokens, and the version of the last sampled one so far."""
 
     def decode(i: int) -> str:
         if tokenizer is None:
             return f"{i} "
-        return tokenizer.decode([i], skip_special_tokens=False) or f"<{i}>"
+        return str(tokenizer.decode([i], skip_special_tokens=False)) or f"<{i}>"
 
     versions = [
         (run["epoch"], run["version"]) for run in row["version_runs"] for _ in range(run["n"])

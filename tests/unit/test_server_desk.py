@@ -17,9 +17,9 @@ from engines import TOKENIZER, Says
 from molt import cli
 from molt.agents import serve as desk_module
 from molt.agents.chat import Context, Result
-from molt.agents.commands import serve_config
 from molt.agents.serve import External, Reception, routes
 from molt.agents.server import listen
+from molt.cli_train import serve_config
 from molt.config import load, to_dict
 from molt.rollout.types import Assignment
 from molt.rollout.worker import RolloutWorker
