@@ -98,17 +98,6 @@ def group_advantages(rows: Sequence[Row], config: Config) -> list[Row]:
     return out
 
 
-def algorithm_header(config: Config) -> Row:
-    """The keys of a plan's header that follow from the algorithm's settings."""
-    algo = config.algo
-    return {
-        "seed": config.run.seed,
-        "algorithm": f"{algo.advantage}/{algo.loss}",
-        "update_passes": algo.update_passes,
-        "mini_batches": algo.mini_batches,
-    }
-
-
 class AsRecorded:
     """A trainer that executes each step with the settings of the epoch that recorded it."""
 

@@ -17,13 +17,13 @@ from molt.metrics import plan_metrics
 from molt.model import folder_digests, resolve_model
 from molt.offline import (
     AsRecorded,
-    algorithm_header,
     group_advantages,
     one_rank,
     open_trainer,
     other_loss,
     save_weights,
 )
+from molt.planning import algorithm_header
 from molt.replay.replay import history, restore
 from molt.replay.retrain import OfflineRun, Planner, forked_plans, n_steps, passes_over
 from molt.replay.select import select

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 from molt.config import AlgoConfig, Config, RewardConfig
 from molt.replay.lag import decide
-from molt.schemas.records import PlanBranch, PlanHeader, PlanRow, Ref
+from molt.schemas.columns import Row
+from molt.schemas.records import PlanBranch, PlanRow, Ref
 from molt.store.fold import Attempt, Fold, Group
 from molt.train.advantages import advantages, zero_variance
 
@@ -158,15 +159,12 @@ def _plan_row(
     )
 
 
-def plan_header(config: Config, step: int, epoch: int) -> PlanHeader:
+def algorithm_header(config: Config) -> Row:
+    """The keys of a plan's header that follow from the algorithm's settings."""
     algo = config.algo
-    return PlanHeader(
-        epoch=epoch,
-        step=step,
-        data_pass=0,
-        seed=config.run.seed,
-        algorithm=f"{algo.advantage}/{algo.loss}",
-        update_passes=algo.update_passes,
-        mini_batches=algo.mini_batches,
-        max_lag=algo.max_lag,
-    )
+    return {
+        "seed": config.run.seed,
+        "algorithm": f"{algo.advantage}/{algo.loss}",
+        "update_passes": algo.update_passes,
+        "mini_batches": algo.mini_batches,
+    }

@@ -33,7 +33,8 @@ def show(log: Log, rollout_id: str, console: Console, tokenizer: Any = None) -> 
     """Print every attempt of a rollout: what became of it, then its segments' tokens.
 
     Without a tokenizer (of `tokenizers` or transformers) token ids are printed. Works for
-    unfinished and abandoned attempts. ConfigError names close matches if the log does not know the rollout.
+    unfinished and abandoned attempts. ConfigError names close matches if the log does not know
+    the rollout.
     """
     rows = rollout_rows(log, rollout_id)
     console.print(Text.assemble((rollout_id, "bold"), f" of run {log.run_id}"))
