@@ -10,7 +10,7 @@ import contextlib
 from collections import Counter
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import xxhash
@@ -23,26 +23,9 @@ SPILL = 8
 """Requests by which an engine must be ahead of the idlest one before a rollout leaves it."""
 
 
-class Generator(Protocol):
-    """One engine. `pieces` as in `molt.rollout.engine.Engine`, for the epoch of the worker."""
-
-    @property
-    def engine_id(self) -> str: ...
-
-    def pieces(
-        self,
-        request_id: str,
-        prompt_ids: np.ndarray,
-        sampling: Sampling,
-        every: int = 0,
-        grammar: Any = None,
-        routing_start: int = 0,
-    ) -> AsyncGenerator[Completion, None]: ...
-
-
 @dataclass(frozen=True, slots=True)
 class RayEngine:
-    """A Ray engine actor behind the `Generator` protocol."""
+    """An engine actor; `pieces` as in `molt.rollout.engine.Engine`, for the epoch of the worker."""
 
     engine_id: str
     actor: Any
@@ -86,7 +69,7 @@ class RayEngine:
 class EngineSource:
     """All engines of a run, by id."""
 
-    def __init__(self, engines: Sequence[Generator], wait_s: float) -> None:
+    def __init__(self, engines: Sequence[RayEngine], wait_s: float) -> None:
         """wait_s: how long `get` waits for the replacement of lost engines."""
         self.wait_s = wait_s
         self._engines = {e.engine_id: e for e in engines}
@@ -95,7 +78,7 @@ class EngineSource:
         self._busy: Counter[str] = Counter()
         self._news = asyncio.Event()
 
-    async def get(self, rollout_id: str) -> Generator:
+    async def get(self, rollout_id: str) -> RayEngine:
         """The engine for a call of this rollout; EngineError when all are lost for `wait_s`."""
         try:
             async with asyncio.timeout(self.wait_s):
@@ -118,7 +101,7 @@ class EngineSource:
         return self._engines[home]
 
     @contextlib.contextmanager
-    def busy(self, engine: Generator) -> Any:
+    def busy(self, engine: RayEngine) -> Any:
         """Counts a request while it runs."""
         self._busy[engine.engine_id] += 1
         try:
@@ -126,12 +109,12 @@ class EngineSource:
         finally:
             self._busy[engine.engine_id] -= 1
 
-    def lost(self, engine: Generator, error: Exception) -> None:
+    def lost(self, engine: RayEngine, error: Exception) -> None:
         """Never ask this handle again; a newer one under the same id is not affected."""
         if self._engines.get(engine.engine_id) is engine:
             self._lost[engine.engine_id] = str(error)
 
-    def replace(self, engine: Generator) -> None:
+    def replace(self, engine: RayEngine) -> None:
         """A new handle, under a new id or in place of the one with its id."""
         self._engines[engine.engine_id] = engine
         self._lost.pop(engine.engine_id, None)

@@ -23,7 +23,7 @@ import xxhash
 
 from molt.agents.heard import Heard
 from molt.agents.types import ChatReply, ChatRequest, Messages
-from molt.rollout.engines import EngineSource, Generator
+from molt.rollout.engines import EngineSource, RayEngine
 from molt.rollout.growing import Growing, make_segment
 from molt.rollout.resume import Recorded, Row, n_sampled, recorded_pieces
 from molt.rollout.routing import RoutingRuns, routing_rows
@@ -334,7 +334,7 @@ class Session:
                 self.counts["engines_lost"] += 1
                 self.desk.engines.lost(engine, error)
 
-    async def _engine(self) -> Generator:
+    async def _engine(self) -> RayEngine:
         """An engine; the time spent waiting for one does not count against the deadline."""
         clock = asyncio.get_running_loop().time
         began, deadline = clock(), self.deadline

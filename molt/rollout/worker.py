@@ -28,7 +28,7 @@ from molt.agents.render import Renderer
 from molt.agents.types import ChatRequest
 from molt.config import Config
 from molt.process import redirect_output
-from molt.rollout.engines import EngineSource, Generator, RayEngine
+from molt.rollout.engines import EngineSource, RayEngine
 from molt.rollout.growing import make_segment
 from molt.rollout.resume import Recorded
 from molt.rollout.routing import RoutingShape
@@ -60,7 +60,7 @@ class RolloutWorker:
         epoch: int,
         config: Config,
         tokenizer_folder: str,
-        engines: Sequence[Generator],
+        engines: Sequence[RayEngine],
         output: str | None = None,
         routing: RoutingShape | None = None,
         appender: Path | None = None,
@@ -105,7 +105,7 @@ class RolloutWorker:
         """Play rollouts to their end; returns when all outcomes are durable."""
         await asyncio.gather(*(self._play_one(a) for a in assignments))
 
-    async def replace_engine(self, engine: Generator) -> None:
+    async def replace_engine(self, engine: RayEngine) -> None:
         """Use this handle from now on, for an engine that is new or was started again."""
         self.desk.engines.replace(engine)
 
