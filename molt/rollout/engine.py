@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from molt.model import resolve_model
 from molt.process import reap, redirect_output
 from molt.rollout import vllm_calls
 from molt.rollout.routing import RoutingShape
@@ -69,7 +70,7 @@ class Engine:
         folder without a model, EngineError for everything vLLM itself refuses.
         """
         started = time.perf_counter()
-        vllm_calls.check_model(self._settings.model)
+        resolve_model(self._settings.model)
         vllm_calls.set_environment(self._settings)
         import psutil
 

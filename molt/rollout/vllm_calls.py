@@ -8,7 +8,6 @@ Everything that depends on vLLM's version stands here and in its two plug-ins, `
 import os
 from collections.abc import Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -33,20 +32,6 @@ ROUTING_KEY = "molt_routing"
 
 ManifestEntry = tuple[str, str, Sequence[int]]
 """Name, dtype ("float32") and shape of one checkpoint tensor."""
-
-
-def check_model(model: str) -> None:
-    """Refuse a folder that is none or holds no checkpoint, before vLLM's long start."""
-    folder = Path(model).expanduser()
-    if folder.is_dir() and not (folder / "config.json").is_file():
-        raise ConfigError(
-            f"model folder {model}: no config.json in it; point `model` at a folder "
-            "written by save_pretrained, or at a hub id"
-        )
-    if not folder.exists() and (folder.is_absolute() or model.startswith((".", "~"))):
-        raise ConfigError(
-            f"model folder {model} does not exist; set `model` to a checkpoint folder or a hub id"
-        )
 
 
 def set_environment(settings: EngineSettings) -> None:

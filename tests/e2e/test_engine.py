@@ -152,7 +152,7 @@ def test_a_newer_epoch_takes_the_engine_over(rig: Rig, folder: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("model", "message"), [("absent", "does not exist"), ("empty", "no config.json")]
+    ("model", "message"), [("absent", "no such folder"), ("empty", "no config.json")]
 )
 def test_missing_model(tmp_path: Path, model: str, message: str) -> None:
     """Found before anything is started, with the folder's name."""
