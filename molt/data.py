@@ -4,7 +4,6 @@ Nothing is stored about a position: what comes next is a pure function of the da
 folded log, so a restart asks for the same prompts. What was issued stands in the log itself.
 """
 
-import importlib
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -127,9 +126,9 @@ def open_source(what: str, name: str, seed: int | None) -> Source:
     itself (`() -> iterable` for data.eval). Everything else is shuffled anew for every pass; with
     seed None nothing is. ConfigError says what is wrong.
     """
-    module, colon, attribute = name.partition(":")
-    if colon:
-        found = _python(what, name, module, attribute)
+    attribute = name.partition(":")[2]
+    if ":" in name:
+        found = resolve(name, what, must_call=False)
         if callable(found):
 
             def ask(number: int) -> list[Prompt]:
@@ -137,6 +136,8 @@ def open_source(what: str, name: str, seed: int | None) -> Source:
                 return _called(what, found, *args)
 
             return Source(name=attribute, order=ask, size=len(ask(0)))
+        if not isinstance(found, Iterable):
+            raise ConfigError(f"{what} = '{name}': {found!r} is neither a function nor an iterable")
         rows = found
     else:
         rows = _file(what, Path(name).expanduser())
@@ -155,16 +156,6 @@ def _shuffled(what: str, name: str, rows: Iterable[Any], seed: int | None) -> So
         return [prompts[i] for i in places]
 
     return Source(name=name, order=order, size=len(prompts))
-
-
-def _python(what: str, name: str, module: str, attribute: str) -> Any:
-    try:
-        found = getattr(importlib.import_module(module), attribute)
-    except (ModuleNotFoundError, AttributeError):
-        found = resolve(name, what)  # says what is missing
-    if not callable(found) and not isinstance(found, Iterable):
-        raise ConfigError(f"{what} = '{name}': {found!r} is neither a function nor an iterable")
-    return found
 
 
 def _called(what: str, function: Callable[..., Any], *args: int) -> list[Prompt]:

@@ -15,7 +15,6 @@ from molt.train.algo import LOSSES, LossInputs
 from molt.train.batch import Batch
 from molt.train.digest import local_shard
 from molt.train.metrics import Tally
-from molt.train.packing import Wanted
 from molt.train.settings import AlgoConfig
 
 
@@ -59,16 +58,6 @@ class OfflineTrainer(TrainerActor):
             "weight": loss_weights(batch, before_N, self.settings),
             "advantage": batch.advantage_N,
         }
-
-    def logprobs(self, wanted: Sequence[tuple[Any, Any, float]]) -> list[np.ndarray]:
-        """log pi of chosen tokens: (token_ids [T], indices >= 1, temperature) -> float32 [n]."""
-        items = [
-            Wanted(token_ids=np.asarray(ids), targets=np.asarray(targets), temperature=temperature)
-            for ids, targets, temperature in wanted
-        ]
-        counts = [len(item.targets) for item in items]
-        flat = self._forward(self._pack(items), sum(counts)).numpy()
-        return [part.copy() for part in np.split(flat, np.cumsum(counts)[:-1])]
 
     @property
     def bytes_read(self) -> int:

@@ -6,7 +6,7 @@ engine's own record (invariant I1), text is a view of it.
 
 import abc
 import importlib
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -55,7 +55,7 @@ class Env(abc.ABC):
         """Judge a reply. An exception fails this rollout and no other."""
 
 
-def resolve(name: str, what: str) -> Callable[..., Any]:
+def resolve(name: str, what: str, *, must_call: bool = True) -> Any:
     """The object behind "package.module:attribute"; ConfigError says what is missing."""
     module_name, colon, attribute = name.partition(":")
     if not colon:
@@ -66,6 +66,6 @@ def resolve(name: str, what: str) -> Callable[..., Any]:
         raise ConfigError(f"{what} = '{name}': {error}; is it on PYTHONPATH?") from None
     except AttributeError:
         raise ConfigError(f"{what} = '{name}': {module_name} has no '{attribute}'") from None
-    if not callable(found):
+    if must_call and not callable(found):
         raise ConfigError(f"{what} = '{name}': {found!r} cannot be called")
-    return found  # type: ignore[no-any-return]
+    return found

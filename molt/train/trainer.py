@@ -196,18 +196,21 @@ class Trainer:
 
         Collective; all ranks pass the same sequences. An empty or one-token one gives [0].
         """
-        lengths = [max(len(ids) - 1, 0) for ids in sequences]
-        wanted = [
-            Wanted(
-                token_ids=np.asarray(ids, np.int32),
-                targets=np.arange(1, len(ids)),
-                temperature=1.0,
-            )
-            for ids in sequences
-            if len(ids) > 1
+        return self.logprobs([(ids, np.arange(1, len(ids)), 1.0) for ids in sequences])
+
+    def logprobs(self, wanted: Sequence[tuple[Any, Any, float]]) -> list[np.ndarray]:
+        """log pi of chosen tokens: (token_ids [T], indices >= 1, temperature) -> float32 [n].
+
+        Collective; all ranks pass the same.
+        """
+        items = [
+            Wanted(token_ids=np.asarray(ids, np.int32), targets=np.asarray(at), temperature=temp)
+            for ids, at, temp in wanted
+            if len(at)
         ]
-        logprobs = self._forward(self._pack(wanted), sum(lengths))
-        return [part.copy() for part in np.split(logprobs.numpy(), np.cumsum(lengths)[:-1])]
+        counts = [len(at) for _, at, _ in wanted]
+        flat = self._forward(self._pack(items), sum(counts)).numpy()
+        return [part.copy() for part in np.split(flat, np.cumsum(counts)[:-1])]
 
     # -- weights ---------------------------------------------------------------------------------
 
