@@ -16,9 +16,10 @@ from molt.store.commit import Commit
 from molt.store.control import Record
 
 STREAMS = frozenset({"prompts", "rollouts", "rewards"})
+POLL_S = 0.5
 
 
-def events(log: Log, *, follow: bool, poll_s: float = 0.5) -> Iterator[str]:
+def events(log: Log, *, follow: bool) -> Iterator[str]:
     """One line per event, oldest records first; with `follow` it goes on for ever."""
     tail = log.tail(streams=STREAMS)
     with contextlib.closing(tail):
@@ -29,7 +30,7 @@ def events(log: Log, *, follow: bool, poll_s: float = 0.5) -> Iterator[str]:
                 yield from commit_lines(commit)
             if not follow:
                 return
-            tail.wait(poll_s)
+            tail.wait(POLL_S)
 
 
 def record_line(record: Record) -> str:

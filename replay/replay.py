@@ -64,10 +64,10 @@ class History:
         ]
 
 
-def history(log: Log, epoch: int | None = None) -> History:
-    """What the control log says of a lineage (default: the newest epoch's)."""
+def history(log: Log) -> History:
+    """What the control log says of the newest epoch's lineage."""
     records = log.records()
-    lineage = lineage_of(records, epoch)
+    lineage = lineage_of(records)
     found = History()
     for record in records:
         if not lineage.holds(record.n):

@@ -146,10 +146,10 @@ def _child(limits: Limits) -> int:
     ):
         resource.setrlimit(name, (most, most))
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # a file too large is an OSError
-    _check(libc, libc.prctl(1, signal.SIGKILL, 0, 0, 0), "parent death signal")
-    _check(libc, libc.prctl(38, 1, 0, 0, 0), "no_new_privs")
+    _check(libc.prctl(1, signal.SIGKILL, 0, 0, 0), "parent death signal")
+    _check(libc.prctl(38, 1, 0, 0, 0), "no_new_privs")
     header = struct.pack("Ii", 0x20080522, 0)
-    _check(libc, libc.capset(header, bytes(24)), "capset")
+    _check(libc.capset(header, bytes(24)), "capset")
     _landlock(libc)
     _seccomp(libc)
     os.write(1, READY)
@@ -165,7 +165,7 @@ def _child(limits: Limits) -> int:
     return 0
 
 
-def _check(libc: ctypes.CDLL, result: int, what: str) -> int:
+def _check(result: int, what: str) -> int:
     if result < 0:
         raise OSError(ctypes.get_errno(), f"{what}: {os.strerror(ctypes.get_errno())}")
     return result
@@ -173,10 +173,10 @@ def _check(libc: ctypes.CDLL, result: int, what: str) -> int:
 
 def _landlock(libc: ctypes.CDLL) -> None:
     """Python's own folders can be read, the working folder can be used, nothing else opened."""
-    abi = _check(libc, libc.syscall(_LANDLOCK_CREATE, None, 0, 1), "Landlock")
+    abi = _check(libc.syscall(_LANDLOCK_CREATE, None, 0, 1), "Landlock")
     handled = (1 << {1: 13, 2: 14}.get(abi, 15)) - 1
     attributes = struct.pack("Q", handled)
-    rules = _check(libc, libc.syscall(_LANDLOCK_CREATE, attributes, 8, 0), "Landlock")
+    rules = _check(libc.syscall(_LANDLOCK_CREATE, attributes, 8, 0), "Landlock")
     readable = {sys.prefix, sys.base_prefix, *sysconfig.get_paths().values()}
     readable |= {"/usr", "/lib", "/lib64", "/etc/ld.so.cache", "/etc/localtime"}
     devices = ("/dev/null", "/dev/zero", "/dev/urandom")
@@ -188,9 +188,9 @@ def _landlock(libc: ctypes.CDLL) -> None:
             continue
         access = access if os.path.isdir(path) else access & 0b111
         rule = struct.pack("=Qi", access & handled, folder)
-        _check(libc, libc.syscall(_LANDLOCK_ADD, rules, 1, rule, 0), f"Landlock, {path}")
+        _check(libc.syscall(_LANDLOCK_ADD, rules, 1, rule, 0), f"Landlock, {path}")
         os.close(folder)
-    _check(libc, libc.syscall(_LANDLOCK_RESTRICT, rules, 0), "Landlock")
+    _check(libc.syscall(_LANDLOCK_RESTRICT, rules, 0), "Landlock")
     os.close(rules)
 
 
@@ -218,7 +218,7 @@ def _seccomp(libc: ctypes.CDLL) -> None:
     rows = b"".join(struct.pack("HBBI", *row) for row in program)
     buffer = ctypes.create_string_buffer(rows)
     filter = struct.pack("HxxxxxxP", len(program), ctypes.addressof(buffer))
-    _check(libc, libc.prctl(22, 2, ctypes.c_char_p(filter), 0, 0), "seccomp")
+    _check(libc.prctl(22, 2, ctypes.c_char_p(filter), 0, 0), "seccomp")
 
 
 if __name__ == "__main__":
