@@ -1,7 +1,9 @@
 """`molt fork` and `molt retrain`: an offline run from its command line to its last step.
 
 The run's own log begins with an epoch record that lists the logs it reads; `molt.replay.retrain`
-does the rest. Neither Ray nor vLLM is imported.
+says what is planned, the trainer of any run executes it. It has checkpoints of its own and recovers
+like any run: checkpoint, then redo of the plans behind it, which must give the recorded digests
+(I4, I6). Neither Ray nor vLLM is imported.
 """
 
 import dataclasses
@@ -9,6 +11,7 @@ import datetime
 import json
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,14 +27,17 @@ from molt.offline import (
     save_weights,
 )
 from molt.planning import algorithm_header
-from molt.replay.replay import history, restore
-from molt.replay.retrain import OfflineRun, Planner, forked_plans, n_steps, passes_over
+from molt.replay import folders
+from molt.replay.redo import check_digest, step_row
+from molt.replay.replay import History, history, restore
+from molt.replay.retrain import Planner, forked_plans, n_steps, passes_over
 from molt.replay.select import select
 from molt.schemas.columns import Row
 from molt.schemas.errors import ConfigError
 from molt.schemas.text import canonical_json, difference
 from molt.screen import Screen
 from molt.store import Log
+from molt.store.control import Record, read_record
 
 FREE = ("run.steps", "run.dir", "checkpoint.")
 """Settings that an offline run may change when it is resumed."""
@@ -134,24 +140,74 @@ def _execute(
     with screen.phase("loading the model and the trainer"):
         trainer = open_trainer(log, epoch, config)
 
-    def say(step: int, row: Row) -> None:
-        screen.say(f"step {step}/{last}  loss {row['loss']:.5f}  state {row['state_digest']}")
-
-    run = OfflineRun(
-        log=log,
-        trainer=trainer,
-        plan=plan,
-        describe=plan_metrics,
-        every=config.checkpoint.every,
-        keep=config.checkpoint.keep,
-        say=say,
-    )
-    run.run(run.recover(lambda: start(trainer)), last)
+    run = OfflineRun(log, trainer, plan, config, last, screen)
+    run.run(run.recover(lambda: start(trainer)))
     if weights is not None:
         save_weights(trainer, weights)
         screen.say(f"weights: {weights}")
     trainer.close()
     return log
+
+
+@dataclass(frozen=True, slots=True)
+class OfflineRun:
+    """One epoch of an offline run: `log` is its own, opened by an epoch record already."""
+
+    log: Log
+    trainer: Any
+    plan: Planner
+    config: Config
+    last: int
+    """Step."""
+    screen: Screen
+
+    def recover(self, start: Callable[[], int]) -> int:
+        """The last step that was planned, its state in the trainer; steps are recorded again only
+        where their record is missing. `start` makes the state of a new run and returns its step.
+        """
+        found = history(self.log)
+        planned = max(found.plans, default=0)
+        if not found.checkpoints:
+            begun = start()
+            if begun:
+                self.checkpoint(begun, self.trainer.state_digest())
+            found = history(self.log)
+            planned = max(planned, begun)
+        restore(self.log, self.trainer, found, planned, lambda s, o: self._redone(found, s, o))
+        return planned
+
+    def _redone(self, found: History, step: int, outcome: Any) -> None:
+        if step not in found.steps:
+            self.record(read_record(self.log.path, found.plans[step]), outcome)
+        else:
+            check_digest(step, outcome.state_digest, found.steps[step]["state_digest"])
+
+    def run(self, after: int) -> None:
+        """Plan, execute and record the steps after `after`, in order."""
+        for step in range(after + 1, self.last + 1):
+            header, rows = self.plan(step)
+            number = self.log.control.put("plan", rows, header)
+            outcome = self.trainer.execute_plan(number)
+            self.record(read_record(self.log.path, number), outcome)
+            if step == self.last or step % self.config.checkpoint.every == 0:
+                self.checkpoint(step, outcome.state_digest)
+
+    def record(self, plan: Record, outcome: Any) -> None:
+        """Write the step record of an executed plan."""
+        step, metrics = plan.header["step"], {**plan_metrics(plan.rows), **outcome.metrics}
+        row = step_row(self.log.control.epoch, step, plan.rows, outcome, metrics)
+        self.log.control.put("step", [row])
+        told = f"loss {row['loss']:.5f}  state {row['state_digest']}"
+        self.screen.say(f"step {step}/{self.last}  {told}")
+
+    def checkpoint(self, step: int, state_digest: str) -> None:
+        """Files, marker, record; all but the newest ones go."""
+        log = self.log.path
+        with folders.new_folder(log, self.log.control.epoch, step) as path:
+            files = self.trainer.save(str(log / path))
+            self.log.control.put("checkpoint", [folders.seal(log, path, files, state_digest)])
+        kept = [*history(self.log).checkpoints.values()]
+        folders.prune(log, kept, self.config.checkpoint.keep)
 
 
 def _same(old: Row, new: Row) -> None:

@@ -1,102 +1,22 @@
-"""Offline runs: plans over rows that other logs hold, executed by the same trainer, step by step.
+"""What offline runs plan: rows that other logs hold, in plans of their own (I4).
 
 A fork executes a parent's plans with another algorithm; a retraining plans rollouts that SQL chose,
-pass after pass. Both have a control log and checkpoints of their own and recover like any run:
-checkpoint, then redo of the plans behind it, which must give the recorded digests (I4, I6).
+pass after pass. `molt.offline_runs` executes both.
 """
 
 import hashlib
 import math
 import random
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
-from molt.replay import folders
-from molt.replay.redo import check_digest, step_row
-from molt.replay.replay import History, ReplayTrainer, history, restore
+from molt.replay.replay import History
 from molt.schemas.columns import Row
-from molt.store.control import Record, read_record
+from molt.store.control import read_record
 from molt.store.log import Log
 
 Planner = Callable[[int], tuple[Row, list[Row]]]
 """step -> (header without `epoch`, rows); the same for the same step, whenever it is called."""
-
-Say = Callable[[int, Row], None]
-"""(step, step record's row) after each step."""
-
-
-class OfflineTrainer(ReplayTrainer, Protocol):
-    """What an offline run asks of a trainer rank."""
-
-    def save(self, folder: str) -> list[tuple[str, int]]: ...
-
-    def state_digest(self) -> str: ...
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OfflineRun:
-    """One epoch of an offline run: `log` is its own, opened by an epoch record already."""
-
-    log: Log
-    trainer: OfflineTrainer
-    plan: Planner
-    describe: Callable[[Sequence[Row]], Row]
-    """Plan rows -> metrics of the step that are not the trainer's."""
-    every: int
-    """Steps between checkpoints."""
-    keep: int
-    say: Say = lambda step, row: None
-
-    def recover(self, start: Callable[[], int] | None = None) -> int:
-        """The last step that was planned, its state in the trainer; steps are recorded again only
-        where their record is missing. `start` makes the state of a new run and returns its step.
-        """
-        found = history(self.log)
-        last = max(found.plans, default=0)
-        if not found.checkpoints and start is not None:
-            begun = start()
-            if begun:
-                self.checkpoint(begun, self.trainer.state_digest())
-            found = history(self.log)
-            last = max(last, begun)
-        restore(self.log, self.trainer, found, last, lambda s, o: self._redone(found, s, o))
-        return last
-
-    def _redone(self, found: History, step: int, outcome: Any) -> None:
-        if step not in found.steps:
-            self.record(read_record(self.log.path, found.plans[step]), outcome)
-        else:
-            check_digest(step, outcome.state_digest, found.steps[step]["state_digest"])
-
-    def run(self, after: int, last: int) -> None:
-        """Plan, execute and record the steps after `after`, in order."""
-        for step in range(after + 1, last + 1):
-            header, rows = self.plan(step)
-            number = self.log.control.put("plan", rows, header)
-            outcome = self.trainer.execute_plan(number)
-            self.record(read_record(self.log.path, number), outcome)
-            if step == last or step % self.every == 0:
-                self.checkpoint(step, outcome.state_digest)
-
-    def record(self, plan: Record, outcome: Any) -> None:
-        """Write the step record of an executed plan."""
-        metrics = {**self.describe(plan.rows), **outcome.metrics}
-        step = plan.header["step"]
-        row = step_row(self.log.control.epoch, step, plan.rows, outcome, metrics)
-        self.log.control.put("step", [row])
-        self.say(step, row)
-
-    def checkpoint(self, step: int, state_digest: str) -> None:
-        """Files, marker, record; all but the newest `keep` checkpoints go."""
-        log = self.log.path
-        with folders.new_folder(log, self.log.control.epoch, step) as path:
-            files = self.trainer.save(str(log / path))
-            self.log.control.put("checkpoint", [folders.seal(log, path, files, state_digest)])
-        folders.prune(log, [*history(self.log).checkpoints.values()], self.keep)
-
-
-# -- what is planned -------------------------------------------------------------------------------
 
 
 def forked_plans(

@@ -45,16 +45,16 @@ else:
 MAIN = "\nfrom molt import cli\nsys.exit(cli.main(sys.argv[1:]))\n"
 KILL_BEFORE_RECORD = """
 import os, signal
-from molt.replay import retrain
+from molt import offline_runs
 
-recorded = retrain.OfflineRun.record
+recorded = offline_runs.OfflineRun.record
 
 def record(self, plan, outcome):
     if plan.header["step"] == 4:
         os.kill(os.getpid(), signal.SIGKILL)
     recorded(self, plan, outcome)
 
-retrain.OfflineRun.record = record
+offline_runs.OfflineRun.record = record
 """
 
 
