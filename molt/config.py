@@ -4,6 +4,7 @@ The resolved tree is written into the epoch record, so the log says how every st
 """
 
 import dataclasses
+import datetime
 import difflib
 import functools
 import json
@@ -25,7 +26,7 @@ from molt.rollout.types import EngineConfig
 from molt.schemas.columns import Row
 from molt.schemas.errors import ConfigError
 from molt.schemas.records import Sampling
-from molt.schemas.text import canonical_json
+from molt.schemas.text import canonical_json, difference
 from molt.train.advantages import ESTIMATORS
 from molt.train.settings import AlgoConfig, TrainConfig
 
@@ -219,6 +220,7 @@ def epoch_fields(
 ) -> Row:
     """What an epoch record says of its driver; `sources` = (run_id, path) of the logs it reads."""
     return {
+        "now": datetime.datetime.now(datetime.UTC).replace(tzinfo=None),
         "sources": [
             {"log": i, "run_id": run_id, "path": path}
             for i, (run_id, path) in enumerate(sources, 1)
@@ -229,6 +231,12 @@ def epoch_fields(
         "world_size": world_size,
         "threads": config.train.threads,
     }
+
+
+def changes(old: Row, config: Config) -> dict[str, Any]:
+    """Keys that differ from an epoch record; one that it does not know had today's default."""
+    before, after = (json.loads(canonical_json(to_dict(c))) for c in (recorded_config(old), config))
+    return difference(before, after)
 
 
 def build(cls: Any, tree: Any, where: str) -> Any:

@@ -7,15 +7,13 @@ like any run: checkpoint, then redo of the plans behind it, which must give the 
 """
 
 import dataclasses
-import datetime
-import json
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from molt.config import Config, epoch_fields, recorded_config
+from molt.config import Config, changes, epoch_fields, recorded_config
 from molt.metrics import plan_metrics
 from molt.model import folder_digests, resolve_model
 from molt.offline import (
@@ -34,7 +32,7 @@ from molt.replay.retrain import Planner, forked_plans, n_steps, passes_over
 from molt.replay.select import select
 from molt.schemas.columns import Row
 from molt.schemas.errors import ConfigError
-from molt.schemas.text import canonical_json, difference
+from molt.schemas.text import canonical_json
 from molt.screen import Screen
 from molt.store import Log
 from molt.store.control import Record, read_record
@@ -134,9 +132,8 @@ def _execute(
     log = Log.create(home)
     before = [r.rows[0] for r in log.records() if r.kind == "epoch"]
     if before:
-        _same(before[-1], fields)
-    now = datetime.datetime.now(datetime.UTC).replace(tzinfo=None)
-    epoch = log.control.open_epoch(now=now, **fields).rows[0]
+        _same(before[-1], fields, config)
+    epoch = log.control.open_epoch(**fields).rows[0]
     with screen.phase("loading the model and the trainer"):
         trainer = open_trainer(log, epoch, config)
 
@@ -210,10 +207,9 @@ class OfflineRun:
         folders.prune(log, kept, self.config.checkpoint.keep)
 
 
-def _same(old: Row, new: Row) -> None:
+def _same(old: Row, new: Row, config: Config) -> None:
     """A run is resumed with what it was begun with: settings, sources, chosen rollouts, model."""
-    changed = difference(json.loads(old["config"]), json.loads(new["config"]))
-    names = [k for k in changed if not k.startswith(FREE)]
+    names = [k for k in changes(old, config) if not k.startswith(FREE)]
     for key in ("sources", "digests"):
         names += [key] if canonical_json(old[key]) != canonical_json(new[key]) else []
     if "run.name" in names:

@@ -1,8 +1,6 @@
 """Everything before the first step: the model's folder, the epoch record, processes, self-test."""
 
 import asyncio
-import datetime
-import json
 import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from molt.cluster import Cluster
-from molt.config import Config, epoch_fields, recorded_config, to_dict
+from molt.config import Config, changes, epoch_fields
 from molt.issuing import heldout, new_group
 from molt.model import folder_digests
 from molt.publish import PROBE_PROMPTS, PROBE_TOKENS, Gap, Probe
@@ -21,7 +19,6 @@ from molt.rollout.types import Completion
 from molt.rollout.worker import encode_prompt, judge_segment
 from molt.schemas.errors import ConfigError, LogCorrupt, ModelIdentityError
 from molt.schemas.records import Sampling
-from molt.schemas.text import canonical_json, difference
 from molt.screen import Screen
 from molt.store import Log
 from molt.store.fold import Fold
@@ -103,7 +100,6 @@ def open_log(config: Config, model_folder: str, start: Start, screen: Screen) ->
     record = log.control.open_epoch(
         parent_epoch=parent,
         cut=last,
-        now=datetime.datetime.now(datetime.UTC).replace(tzinfo=None),
         **epoch_fields(config, digests, world_size=config.train.world_size),
     )
     if epochs:
@@ -114,12 +110,6 @@ def open_log(config: Config, model_folder: str, start: Start, screen: Screen) ->
     for left in sweep(log.path, set(checkpoints)):
         screen.say(f"removed checkpoints/{left}: it was never completed")
     return log, record.epoch
-
-
-def changes(old: dict[str, Any], config: Config) -> dict[str, Any]:
-    """Keys that differ from an epoch record; one that it does not know had today's default."""
-    before, after = (json.loads(canonical_json(to_dict(c))) for c in (recorded_config(old), config))
-    return difference(before, after)
 
 
 def _compare(

@@ -5,12 +5,11 @@ from pathlib import Path
 import pytest
 
 from molt.agents.env import resolve
-from molt.config import LOSS_NAMES, load, refuse_secrets, to_dict
+from molt.config import LOSS_NAMES, changes, load, refuse_secrets, to_dict
 from molt.data import Prompts
 from molt.model import resolve_model
 from molt.schemas.errors import ConfigError
 from molt.schemas.text import canonical_json
-from molt.startup import changes
 
 DEMO = Path(__file__).parents[2] / "molt" / "recipes" / "demo.toml"
 
