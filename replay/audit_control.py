@@ -9,17 +9,15 @@ import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from molt.replay.audit_report import Report
 from molt.replay.redo import plan_counts
 from molt.replay.sources import log_of
 from molt.schemas.columns import Row
 from molt.schemas.errors import MoltError
 from molt.store.control import Lineage, Record, control_numbers, lineage_of, read_record
 from molt.store.log import Log
-
-if TYPE_CHECKING:
-    from molt.replay.audit import Report
 
 GroupKey = tuple[int, str]
 """(log, group_id): groups of other logs have names of their own."""
@@ -61,7 +59,7 @@ def setting(config: Row, key: str, default: Any = None) -> Any:
     return default if value is None else value
 
 
-def read_facts(log: Log, report: "Report") -> Facts:
+def read_facts(log: Log, report: Report) -> Facts:
     """All control records, one in memory at a time; holes and damage are violations of I6."""
     facts, expected = Facts(), 0
     numbers = control_numbers(log.path)
@@ -112,7 +110,7 @@ def leaves(epochs: Sequence[Record]) -> Iterator[int]:
             yield record.epoch
 
 
-def check_lineage(report: "Report", facts: Facts, lineage: Lineage) -> None:
+def check_lineage(report: Report, facts: Facts, lineage: Lineage) -> None:
     """Walk one lineage in record order; `facts.settled` is that of the newest one afterwards."""
     walk = _Walk(report, facts)
     for fact in facts.records:
@@ -125,7 +123,7 @@ def check_lineage(report: "Report", facts: Facts, lineage: Lineage) -> None:
 class _Walk:
     """State of one lineage, record by record. A method per record kind."""
 
-    def __init__(self, report: "Report", facts: Facts) -> None:
+    def __init__(self, report: Report, facts: Facts) -> None:
         self.report, self.facts = report, facts
         self.settled: dict[tuple[int, GroupKey], tuple[int, int]] = {}
         self.plans: dict[int, Fact] = {}

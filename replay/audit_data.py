@@ -10,13 +10,13 @@ import json
 from array import array
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import numpy as np
 import xxhash
 
 from molt.replay.audit_control import Facts
 from molt.replay.audit_plans import check_versions, refused
+from molt.replay.audit_report import Report
 from molt.schemas.check import (
     CHECKS,
     Parent,
@@ -47,9 +47,6 @@ from molt.store.reader import (
     writer_epoch,
     writer_names,
 )
-
-if TYPE_CHECKING:
-    from molt.replay.audit import Report
 
 Who = tuple[str, int]
 SEQ_BITS = 40
@@ -99,7 +96,7 @@ class OpenGroup:
 class DataPass:
     """Reads the data log once. Cross-writer questions are answered at the end."""
 
-    def __init__(self, log: Log, report: "Report", facts: Facts, lineage: Lineage) -> None:
+    def __init__(self, log: Log, report: Report, facts: Facts, lineage: Lineage) -> None:
         self.log, self.report, self.facts, self.lineage = log, report, facts, lineage
         self.attempts: dict[Who, Attempt] = {}
         self.groups: dict[str, OpenGroup] = {}

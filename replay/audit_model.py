@@ -8,21 +8,19 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from molt.replay.audit_control import setting
+from molt.replay.audit_report import Report
 from molt.replay.replay import History
 from molt.schemas.columns import Row
 from molt.schemas.errors import ConfigError
 from molt.store.branches import chain
 from molt.store.log import Log
 from molt.store.sql import connect
-
-if TYPE_CHECKING:
-    from molt.replay.audit import Report
 
 UNSURE = -0.5
 """The offset test looks at tokens below this: near 0 all neighbours agree."""
@@ -68,7 +66,7 @@ class Sample:
 
 
 def recompute(
-    log: Log, report: "Report", scorer: Scorer, found: History, config: Row, step: int, sample: int
+    log: Log, report: Report, scorer: Scorer, found: History, config: Row, step: int, sample: int
 ) -> Row:
     """Compare up to `sample` segments that version `step` sampled with its weights' own logprobs.
 
@@ -97,7 +95,7 @@ def recompute(
     return {"step": step, "segments": len(pairs), "tokens": n, **means}
 
 
-def _load(log: Log, report: "Report", scorer: Scorer, found: History, step: int) -> None:
+def _load(log: Log, report: Report, scorer: Scorer, found: History, step: int) -> None:
     rows = {row["step"]: row for row in found.complete(log.path)}
     if step not in rows:
         raise ConfigError(f"there is no complete checkpoint of step {step}; kept: {sorted(rows)}")
@@ -135,7 +133,7 @@ def _samples(log: Log, step: int, limit: int) -> list[Sample]:
     return found
 
 
-def _judge(report: "Report", sample: Sample, again: Any, config: Row) -> None:
+def _judge(report: Report, sample: Sample, again: Any, config: Row) -> None:
     """float32: no token above the limit; bfloat16: no segment's mean above it."""
     gaps = np.abs(again - sample.logprobs)
     worst = int(gaps.argmax())
@@ -155,7 +153,7 @@ def _judge(report: "Report", sample: Sample, again: Any, config: Row) -> None:
         )
 
 
-def _offset(report: "Report", step: int, pairs: Sequence[tuple[Any, Any]]) -> None:
+def _offset(report: Report, step: int, pairs: Sequence[tuple[Any, Any]]) -> None:
     """Recorded values that fit a neighbouring token clearly better are shifted."""
     means = {}
     for offset in (-1, 0, 1):

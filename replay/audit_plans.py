@@ -8,12 +8,13 @@ import math
 import re
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from molt.replay.assemble import PlannedSegment, TrainSequence, segments_of, sequences_of
 from molt.replay.audit_control import Fact, Facts, setting
+from molt.replay.audit_report import Report
 from molt.replay.sources import Sources, log_of
 from molt.schemas.check import chain_digest
 from molt.schemas.columns import Row
@@ -23,15 +24,15 @@ from molt.store.branches import tips
 from molt.store.control import Record, lineage_of, read_record
 from molt.store.log import Log
 
-if TYPE_CHECKING:
-    from molt.replay.audit import Advantages, Report
+Advantages = Callable[[Sequence[float | None], Sequence[bool], str, bool], list[float]]
+"""(rewards of a group, in_baseline, estimator's name, std_normalize) -> one per rollout."""
 
 CACHE_BYTES = 16 << 20
 Version = tuple[int, int]
 INDEX = re.compile(r"segment (\d+): .*?index (\d+)")
 
 
-def refused(report: "Report", error: Exception, rollout: str) -> None:
+def refused(report: Report, error: Exception, rollout: str) -> None:
     """A row that breaks a rule of its own, named as its error names it."""
     place = INDEX.search(str(error))
     segment, token = (int(place[1]), int(place[2])) if place else (None, None)
@@ -39,7 +40,7 @@ def refused(report: "Report", error: Exception, rollout: str) -> None:
 
 
 def check_versions(
-    report: "Report",
+    report: Report,
     row: Mapping[str, Any],
     is_known: Callable[[Version], bool],
     why: str,
@@ -66,7 +67,7 @@ class PlanPass:
     """Verifies the plans of a log, one in memory at a time."""
 
     def __init__(
-        self, log: Log, report: "Report", facts: Facts, advantages: "Advantages | None"
+        self, log: Log, report: Report, facts: Facts, advantages: Advantages | None
     ) -> None:
         self.log, self.report, self.facts, self.advantages = log, report, facts, advantages
         self._sources: dict[int, Sources] = {}
