@@ -62,11 +62,11 @@ class OfflineTrainer(TrainerActor):
     @property
     def bytes_read(self) -> int:
         """Decoded bytes of the commits that plans were assembled from."""
-        return self._sources[1].bytes_read if self._sources is not None else 0
+        return sum(s.bytes_read for s in self._sources.values())
 
     @property
     def commits_read(self) -> int:
-        return len(self._sources[1].commits) if self._sources is not None else 0
+        return sum(len(s.commits) for s in self._sources.values())
 
 
 def loss_weights(batch: Batch, before_N: torch.Tensor, algo: AlgoConfig) -> np.ndarray:

@@ -19,10 +19,6 @@ Sketch = Mapping[str, Sequence[float]]
 """Per tensor: its L2 norm, then projections (float64)."""
 
 
-PlanExecutor = Callable[[int], Awaitable[Any]]
-"""Executes the plan of a control record's number on every rank; returns rank 0's outcome."""
-
-
 def plan_digest(rows: Sequence[Mapping[str, Any]]) -> str:
     """32 hex digits over a plan's rows as read, `at` apart: a `step` names what it executed."""
     plain = [{k: v for k, v in row.items() if k != "at"} for row in rows]
@@ -116,7 +112,7 @@ def check_sketch(step: int, gap: float | None, limit: float) -> None:
 
 
 async def redo(
-    executor: PlanExecutor,
+    executor: Callable[[int], Awaitable[Any]],
     plans: Mapping[int, int],
     recorded: Mapping[int, Row],
     after: int,
@@ -127,9 +123,9 @@ async def redo(
 ) -> AsyncIterator[tuple[int, Any, float | None]]:
     """Execute the plans of the steps after `after`, in order; yields (step, outcome, gap).
 
-    `plans` maps step -> number of the plan record, `recorded` step -> its `step` record. A step
-    without a record (the driver died before it was written) is executed and left to the caller to
-    record. Where `same_bits(record)` is false the sketches are compared, relative to `before`, the
+    `plans` maps step -> number of the plan record, which `executor` executes on every rank, and
+    `recorded` step -> its `step` record. A step without a record (the driver died before it was
+    written) is executed and left to the caller to record. Where `same_bits(record)` is false the sketches are compared, relative to `before`, the
     sketch of the state that redo starts from; `gap` is then their distance, else None.
     """
     for step in sorted(s for s in plans if s > after):

@@ -37,13 +37,13 @@ class TrainerActor(Trainer):
     def open_log(self, path: str) -> None:
         """Read plans, and the rows that they name, from this log from now on."""
         self.log = Log.open(path)
-        self._sources: tuple[int, Sources] | None = None
+        self._sources: dict[int, Sources] = {}
 
     def sources(self, epoch: int) -> Sources:
         """The rows that plans of `epoch` may name."""
-        if self._sources is None or self._sources[0] != epoch:
-            self._sources = (epoch, Sources(self.log, epoch))
-        return self._sources[1]
+        if epoch not in self._sources:
+            self._sources = {epoch: Sources(self.log, epoch)}
+        return self._sources[epoch]
 
     def start(self) -> dict[str, Any]:
         info = super().start()
