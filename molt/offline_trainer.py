@@ -13,9 +13,9 @@ from molt.replay.assemble import TrainSequence
 from molt.train.actor import TrainerActor
 from molt.train.algo import LOSSES, LossInputs
 from molt.train.batch import Batch
-from molt.train.digest import local_shard
 from molt.train.metrics import Tally
 from molt.train.settings import AlgoConfig
+from molt.train.trainer import copied, put_back
 
 
 class OfflineTrainer(TrainerActor):
@@ -25,13 +25,11 @@ class OfflineTrainer(TrainerActor):
 
     def keep_state(self) -> dict[str, torch.Tensor]:
         """A copy of everything that a step changes."""
-        return {n: local_shard(t).detach().clone() for n, t in self._state().items()}
+        return copied(self._state())
 
-    @torch.no_grad()
     def put_state(self, kept: dict[str, torch.Tensor]) -> None:
         """Bring back what `keep_state` copied."""
-        for name, tensor in self._state().items():
-            local_shard(tensor).copy_(kept[name])
+        put_back(self._state(), kept)
 
     def _train(self, step: int, batch: Batch, tally: Tally) -> None:
         super()._train(step, batch, tally)

@@ -125,8 +125,9 @@ async def redo(
 
     `plans` maps step -> number of the plan record, which `executor` executes on every rank, and
     `recorded` step -> its `step` record. A step without a record (the driver died before it was
-    written) is executed and left to the caller to record. Where `same_bits(record)` is false the sketches are compared, relative to `before`, the
-    sketch of the state that redo starts from; `gap` is then their distance, else None.
+    written) is executed and left to the caller to record. Where `same_bits(record)` is false the
+    sketches are compared, relative to `before`, the sketch of the state that redo starts from;
+    `gap` is then their distance, else None.
     """
     for step in sorted(s for s in plans if s > after):
         outcome, gap = await executor(plans[step]), None

@@ -12,7 +12,7 @@ import contextlib
 import dataclasses
 import hashlib
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -103,7 +103,7 @@ class Trainer:
                 "exp_avg_sq": torch.zeros_like(parameter.detach()),
             }
         if self.settings.kl_coef > 0.0 or self.settings.kl_target is not None:
-            self._reference = self._snapshot()
+            self._reference = copied(self.parameters)
         return {
             "seconds": time.perf_counter() - started,
             "n_parameters": sum(p.numel() for p in self.parameters.values()),
@@ -229,7 +229,7 @@ class Trainer:
     def perturb(self, scale: float, seed: int) -> None:
         """Multiply every weight by 1 + scale x N(0, 1), for the start-up self-test."""
         if not self._saved:
-            self._saved = self._snapshot()
+            self._saved = copied(self.parameters)
         for name, parameter in self.parameters.items():
             shard = local_shard(parameter.detach())
             key = _random_seed(seed, name, *shard_offset(parameter))
@@ -240,7 +240,7 @@ class Trainer:
     def restore(self) -> None:
         """Bring back the bits from before the first `perturb`; without one, nothing happens."""
         if self._saved:
-            self._put(self._saved)
+            put_back(self.parameters, self._saved)
         self._saved = {}
 
     # -- state -----------------------------------------------------------------------------------
@@ -272,13 +272,6 @@ class Trainer:
         if self.settings.kl_target is not None:
             state["trainer.kl_coef"] = self._kl_coef
         return state
-
-    def _snapshot(self) -> dict[str, torch.Tensor]:
-        return {n: local_shard(p.detach()).clone() for n, p in self.parameters.items()}
-
-    def _put(self, weights: dict[str, torch.Tensor]) -> None:
-        for name, parameter in self.parameters.items():
-            local_shard(parameter.detach()).copy_(weights[name])
 
     def _begin_step(self, step: int) -> None:
         seed = _random_seed(self.settings.seed, step, self.rank)
@@ -320,10 +313,10 @@ class Trainer:
             self._check_routing(step)
             metrics.check_offset(step, batch, tally.prepared_N)
         if self._reference:
-            current = self._snapshot()
-            self._put(self._reference)
+            current = copied(self.parameters)
+            put_back(self.parameters, self._reference)
             tally.reference_N = self._forward(self._pack(batch.wanted), n)
-            self._put(current)
+            put_back(self.parameters, current)
         tally.seconds["prepare"] = time.perf_counter() - started
         for _ in range(passes):
             for members in mini_batches(batch, parts, self._rng):
@@ -467,6 +460,17 @@ class Trainer:
         reduced = torch.tensor(value, dtype=torch.float64)
         dist.all_reduce(reduced, op)
         return float(reduced)
+
+
+def copied(named: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """A copy of this rank's part of each tensor."""
+    return {n: local_shard(t.detach()).clone() for n, t in named.items()}
+
+
+def put_back(named: Mapping[str, torch.Tensor], kept: Mapping[str, torch.Tensor]) -> None:
+    """Overwrite the tensors with what `copied` made of them."""
+    for name, tensor in named.items():
+        local_shard(tensor.detach()).copy_(kept[name])
 
 
 def _random_seed(*parts: object) -> int:
