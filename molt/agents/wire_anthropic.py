@@ -12,12 +12,11 @@ from typing import Any
 import msgspec
 
 from molt.agents import fields, wire_openai
-from molt.agents.fields import FieldRefused, say_once
+from molt.agents.fields import FieldRefused, say_once, want
 from molt.agents.heard import Heard
 from molt.agents.types import ChatReply, ChatRequest, Choice, Messages
 from molt.agents.wire_openai import Call, Decode, text_of
 
-FIELDS = fields.ANTHROPIC
 MALFORMED = "molt_malformed"
 SIGNATURE = "molt"
 """Of thinking blocks; the wire wants one."""
@@ -31,9 +30,9 @@ def parse(
     counting: bool = False,
 ) -> Call:
     """As `wire_openai.parse`."""
-    fields.check_fields("anthropic", FIELDS, body)
+    fields.check_fields("anthropic", fields.ANTHROPIC, body)
     retry, key = fields.retry_of(headers)
-    want, tools = fields.want, tuple(map(_tool, fields.want(body, "tools", list, [])))
+    tools = tuple(map(_tool, want(body, "tools", list, [])))
     max_tokens = fields.count(body, "max_tokens", None, wire_openai.TOKENS_MAX)
     if max_tokens is None and not counting:
         raise FieldRefused("max_tokens", "'max_tokens' is missing; this wire requires it")
@@ -60,7 +59,7 @@ def parse(
 
 
 def _messages(body: dict[str, Any], heard: Heard) -> Messages:
-    found = fields.want(body, "messages", list, [])
+    found = want(body, "messages", list, [])
     if not found:
         raise FieldRefused("messages", "'messages' is empty; a conversation has at least one")
     system = text_of("system", body.get("system"), "system")
@@ -84,7 +83,7 @@ def _message(where: str, message: Any, before: Messages) -> Messages:
 
 def _assistant(where: str, blocks: Messages) -> Messages:
     """One message: text, reasoning and calls apart."""
-    thinking = [fields.want(b, "thinking", str, "") for b in blocks if b.get("type") == "thinking"]
+    thinking = [want(b, "thinking", str, "") for b in blocks if b.get("type") == "thinking"]
     calls = [_echoed_call(where, b) for b in blocks if b.get("type") == "tool_use"]
     apart = ("thinking", "redacted_thinking", "tool_use")
     texts = [b for b in blocks if b.get("type") not in apart]
@@ -107,7 +106,7 @@ def _echoed_call(where: str, block: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(arguments, str):
         arguments = json.dumps(given, ensure_ascii=False)
     named = {"name": block["name"], "arguments": arguments}
-    return {"id": fields.want(block, "id", str, None), "type": "function", "function": named}
+    return {"id": want(block, "id", str, None), "type": "function", "function": named}
 
 
 def _user(where: str, role: str, blocks: Messages, before: Messages) -> Messages:

@@ -12,11 +12,10 @@ from typing import Any
 import msgspec
 
 from molt.agents import fields
-from molt.agents.fields import FieldRefused, say_once
+from molt.agents.fields import FieldRefused, say_once, want
 from molt.agents.heard import Heard
 from molt.agents.types import ChatReply, ChatRequest, Choice, Messages
 
-FIELDS = fields.OPENAI
 N_MAX = 128
 TOKENS_MAX = 1 << 31
 MESSAGE_KEYS = ("content", "reasoning_content", "name", "tool_calls", "tool_call_id")
@@ -42,9 +41,9 @@ def parse(body: dict[str, Any], headers: Mapping[str, str], heard: Heard | None 
 
     heard: the request before; then the messages may be as `heard.decode` leaves them.
     """
-    fields.check_fields("openai", FIELDS, body)
+    fields.check_fields("openai", fields.OPENAI, body)
     retry, key = fields.retry_of(headers)
-    want, tools = fields.want, tuple(map(_tool, fields.want(body, "tools", list, [])))
+    tools = tuple(map(_tool, want(body, "tools", list, [])))
     limit = "max_tokens" if body.get("max_completion_tokens") is None else "max_completion_tokens"
     options = want(body, "stream_options", dict, {})
     template = dict(want(body, "chat_template_kwargs", dict, {}))
@@ -92,7 +91,7 @@ def _message(where: str, message: Any, before: Messages) -> Messages:
         if key == "reasoning":  # the other name of the same thing
             key = "reasoning_content"
         if key == "tool_calls":
-            value = [_echoed_call(where, c) for c in fields.want(message, key, list, [])]
+            value = [_echoed_call(where, c) for c in want(message, key, list, [])]
         if key in MESSAGE_KEYS:
             out[key] = value
         elif value:
@@ -123,7 +122,7 @@ def _echoed_call(where: str, call: Any) -> dict[str, Any]:
     if not isinstance(arguments, str):
         arguments = json.dumps(arguments)
     named = {"name": function["name"], "arguments": arguments}
-    return {"id": fields.want(call, "id", str, None), "type": "function", "function": named}
+    return {"id": want(call, "id", str, None), "type": "function", "function": named}
 
 
 def _tool(tool: Any) -> dict[str, Any]:
