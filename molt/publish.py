@@ -107,7 +107,7 @@ class Publisher:
         self._backend, engines = backend, list(self.engines.values())
         rank0 = self.trainers[0]
         host, port = await self.call(rank0, "open_sender", backend, len(engines))
-        self._manifest = (await self._on_trainers("manifest"))[0]
+        self._manifest = await self._on_trainers("manifest")
         await asyncio.gather(
             self.call(rank0, "connect_sender"),
             *(
@@ -133,7 +133,7 @@ class Publisher:
         """
         dropped, why, parts = 0, "", dict.fromkeys(PARTS, 0.0)
         with timed(parts, "score_s"):
-            expected = (await self._on_trainers("score", self._probe.sequences))[0]
+            expected = await self._on_trainers("score", self._probe.sequences)
         for _ in range(1 + RETRIES):
             self.parts = dict(parts)
             with timed(self.parts, "pause_s"):
@@ -194,23 +194,14 @@ class Publisher:
         before = await self._on_trainers("score", self._probe.sequences)
         await self._on_trainers("perturb", self.limits.noise, seed)
         await self._transfer(version)
-        moved = gap(
-            before[0],
-            (await self._on_trainers("score", self._probe.sequences))[0],
-            self._probe.n_context,
-        )
-        found = await self.measure()
-        self._check_perturbed(found, moved)
+        after = await self._on_trainers("score", self._probe.sequences)
+        found = await self._compare(after)
+        self._check_perturbed(found, gap(before, after, self._probe.n_context))
         await self._on_trainers("restore")
         await self._transfer(version)
-        restored = await self.measure()
+        restored = await self._compare(before)
         self._check_absolute("restored weights", restored)
         return restored
-
-    async def measure(self) -> Gap:
-        """Score the probe on both sides; the largest gap over all engines."""
-        expected = (await self._on_trainers("score", self._probe.sequences))[0]
-        return await self._compare(expected)
 
     async def _compare(self, expected: Sequence[np.ndarray]) -> Gap:
         """Score the probe on every engine; the largest gap to the trainer's own values."""
@@ -261,8 +252,9 @@ class Publisher:
         sent: dict[str, Any] = done[0]
         return sent
 
-    async def _on_trainers(self, method: str, *args: Any) -> list[Any]:
-        return await asyncio.gather(*(self.call(t, method, *args) for t in self.trainers))
+    async def _on_trainers(self, method: str, *args: Any) -> Any:
+        """The same call on every rank; returns rank 0's answer."""
+        return (await asyncio.gather(*(self.call(t, method, *args) for t in self.trainers)))[0]
 
     async def _pause(self) -> int:
         """Pause every engine that lives; tokens whose KV that dropped."""
