@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from molt import checkpoints
-from molt.config import recorded_config
+from molt.config import Config, recorded_config
 from molt.metrics import rollout_metrics
 from molt.planning import Drop
 from molt.replay.redo import redo
@@ -157,17 +157,14 @@ async def recover(run: "Run") -> None:
     run.screen.say(f"redo of {len(plans)} step(s) after step {run.step}, from the log")
     run.meter.clock.start("redo")
     before = await run.cluster.on_trainers("sketch") if run.config.train.sketch else None
-    current = trainer_settings(run.config, run.cluster.model_folder)
-    in_force = current
+
+    async def configure(config: Config) -> None:
+        settings = trainer_settings(config, run.cluster.model_folder)
+        await run.cluster.on_trainers("configure", settings)
 
     async def execute(number: int) -> Any:
-        nonlocal in_force
         plan = read_record(run.log.path, number)
-        recorded = recorded_config(epochs[plan.epoch])
-        wanted = trainer_settings(recorded, run.cluster.model_folder)
-        if wanted != in_force:
-            await run.cluster.on_trainers("configure", wanted)
-            in_force = wanted
+        await configure(recorded_config(epochs[plan.epoch]))
         try:
             return await run.cluster.execute(number)
         except MoltError as error:
@@ -190,8 +187,7 @@ async def recover(run: "Run") -> None:
         run.screen.say(f"step {step} redone: {how} as recorded")
     run.meter.redone = len(plans)
     run.meter.clock.start("start")
-    if in_force != current:
-        await run.cluster.on_trainers("configure", current)
+    await configure(run.config)
 
 
 def _rollout_metrics(log: Log, step: int) -> dict[str, Any]:
