@@ -34,8 +34,6 @@ if TYPE_CHECKING:
     from vllm import RequestOutput, SamplingParams
     from vllm.v1.engine.async_llm import AsyncLLM
 
-__all__ = ["Completion", "Engine", "EngineSettings", "Sampling"]
-
 
 WATCH_S = 0.5
 """How often an engine looks whether vLLM's processes are alive."""

@@ -45,8 +45,6 @@ from molt.schemas.errors import (
 from molt.schemas.records import Sampling, Segment
 from molt.store import Log
 
-__all__ = ["Assignment", "RayEngine", "RolloutWorker", "encode_prompt", "judge_segment"]
-
 Outcome = tuple[str, str | None, Mapping[str, Any]]
 """Status, reason and metrics of a rollout."""
 

@@ -31,12 +31,10 @@ from molt.train.metrics import Tally
 from molt.train.model import ShardedModel, build, join_ranks
 from molt.train.packing import Recorded, Row, Wanted, idle_row, pack
 from molt.train.routing import RoutingReplay
-from molt.train.settings import ENVIRONMENT, StepResult, TrainerSettings
+from molt.train.settings import StepResult, TrainerSettings
 
 if TYPE_CHECKING:
     from molt.replay.assemble import TrainSequence
-
-__all__ = ["ENVIRONMENT", "StepResult", "Trainer", "TrainerSettings"]
 
 
 OPTIMIZER_SETTINGS = ("lr", "betas", "eps", "weight_decay")
