@@ -81,21 +81,14 @@ def runs(folder: Path) -> Iterator[dict[str, Any]]:
         if not (path / "format.json").exists():
             continue
         row: dict[str, Any] = {"log": str(path), "run_id": "", "epochs": 0, "steps": 0}
+        row |= {"reward": None, "problem": None}
         try:
-            yield row | summary(Log.open(path))
+            log = Log.open(path)
+            records = log.records()
+            steps = [r.rows[0] for r in records if r.kind == "step"]
+            row["run_id"], row["epochs"] = log.run_id, sum(r.kind == "epoch" for r in records)
+            row["steps"] = max((s["step"] for s in steps), default=0)
+            row["reward"] = json.loads(steps[-1]["metrics"]).get("reward") if steps else None
         except (MoltError, OSError) as error:
-            yield row | {"reward": None, "problem": str(error)}
-
-
-def summary(log: Log) -> dict[str, Any]:
-    """Counts of a log's control records, and the reward of its newest step."""
-    records = log.records()
-    steps = [r.rows[0] for r in records if r.kind == "step"]
-    reward = json.loads(steps[-1]["metrics"]).get("reward") if steps else None
-    return {
-        "run_id": log.run_id,
-        "epochs": sum(r.kind == "epoch" for r in records),
-        "steps": max((s["step"] for s in steps), default=0),
-        "reward": reward,
-        "problem": None,
-    }
+            row["problem"] = str(error)
+        yield row
