@@ -26,7 +26,7 @@ from molt.data import Prompts
 from molt.issuing import Issuer, heldout
 from molt.metrics import Meter, at_path, plan_metrics, rollout_metrics
 from molt.model import resolve_model
-from molt.planning import Drop, algorithm_header, finished, oldest_version, plan_group, progress
+from molt.planning import Drop, finished, oldest_version, plan_group, plan_header, progress
 from molt.publish import Published, Publisher
 from molt.recovery import Start
 from molt.replay.lag import holds_back
@@ -202,9 +202,7 @@ class Run:
         groups = {row.group_id: self.fold.groups[row.group_id] for row in rows}
         trained = [outcome for group in groups.values() for outcome in self._outcomes(group)]
         self.meter.planned = rollout_metrics(trained, self.meter.dropped)
-        own = {"epoch": self.epoch, "step": step, "data_pass": 0}
-        header = {**own, **algorithm_header(self.config), "max_lag": self.config.algo.max_lag}
-        plan = self._settle("plan", rows, header)
+        plan = self._settle("plan", rows, plan_header(self.config, step))
         self.issuer.fill()
         return plan
 

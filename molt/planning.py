@@ -168,3 +168,9 @@ def algorithm_header(config: Config) -> Row:
         "update_passes": algo.update_passes,
         "mini_batches": algo.mini_batches,
     }
+
+
+def plan_header(config: Config, step: int) -> Row:
+    """A plan's header, but for its epoch."""
+    own = {"step": step, "data_pass": 0, **algorithm_header(config)}
+    return {**own, "max_lag": config.algo.max_lag}

@@ -39,7 +39,7 @@ from molt.rollout.resume import Recorded
 from molt.rollout.session import Desk, Session
 from molt.rollout.worker import RolloutWorker
 from molt.schemas.errors import EngineError, RequestRefused, WindowFull
-from molt.schemas.records import Sampling, to_row
+from molt.schemas.records import Sampling
 from molt.store import Log
 from molt.store.branches import branches
 from molt.store.fold import COLUMNS, STREAMS, Fold
@@ -422,10 +422,7 @@ def test_a_worker_plays_envs_of_many_turns(rig: Rig, log: Log, folder: str, tmp_
     fold.update()
     (group,) = make.closed_groups(fold)
     rows = plan_group(fold, group, VERSION[0] + 1, config)
-    header = {
-        k: v for k, v in to_row(plan_header(config, VERSION[0] + 1, 1)).items() if k != "epoch"
-    }
-    number = log.control.put("plan", rows, header)
+    number = log.control.put("plan", rows, plan_header(config, VERSION[0] + 1))
     sequences = {s.rollout_id: s for s in assemble(log, log.records(number)[0])}
     for rollout_id in ("train-0/0", "train-0/1"):
         attempt = fold.finished(group, rollout_id)

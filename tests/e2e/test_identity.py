@@ -17,7 +17,6 @@ from molt.planning import plan_group, plan_header
 from molt.replay.assemble import assemble
 from molt.rollout.types import Completion, join
 from molt.rollout.worker import Assignment, RolloutWorker
-from molt.schemas.records import to_row
 from molt.store import Log
 from molt.store.fold import COLUMNS, STREAMS, Fold
 
@@ -96,8 +95,7 @@ def compare(log: Log, config: Any, recording: Recording) -> None:
     fold.update()
     groups = make.closed_groups(fold)
     rows = [row for g in groups for row in plan_group(fold, g, 2, config)]
-    header = {k: v for k, v in to_row(plan_header(config, 2, 1)).items() if k != "epoch"}
-    number = log.control.put("plan", rows, header)
+    number = log.control.put("plan", rows, plan_header(config, 2))
     sequences = assemble(log, log.records(number)[0])
     assert len(sequences) == len(recording.seen) == 6
     for s in sequences:

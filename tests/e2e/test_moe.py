@@ -20,7 +20,6 @@ from molt.replay.assemble import assemble
 from molt.rollout.routing import routing_rows
 from molt.rollout.types import Completion
 from molt.rollout.worker import RolloutWorker
-from molt.schemas.records import to_row
 from molt.store import Log
 from molt.store.control import read_record
 from molt.store.fold import COLUMNS, STREAMS, Fold
@@ -145,8 +144,7 @@ def plan_of(log: Log, config: Any, step: int) -> Any:
     fold = Fold(log.tail(streams=STREAMS, columns=COLUMNS))
     fold.update()
     rows = [r for g in make.closed_groups(fold) for r in plan_group(fold, g, step, config)]
-    header = {k: v for k, v in to_row(plan_header(config, step, 1)).items() if k != "epoch"}
-    return read_record(log.path, log.control.put("plan", rows, header))
+    return read_record(log.path, log.control.put("plan", rows, plan_header(config, step)))
 
 
 def test_float32_trains_with_the_very_experts_that_sampled(
