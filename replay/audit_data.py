@@ -105,7 +105,9 @@ class DataPass:
         self.writers: list[str] = []
         self.keys, self.contents, self.places = array("Q"), array("Q"), array("Q")
         self.any_retired = False
-        self._done, self._total = 0, commit_count(log)
+        self._done = 0
+        self._total = sum(len(names(bucket)) for bucket in (log.path / "data").glob("*/*"))
+        """Hot commits, for a progress bar."""
         self._policies = {v for v, n in facts.policies.items() if lineage.holds(n)}
 
     def run(self) -> None:
@@ -367,8 +369,3 @@ def identity(stream: str, row: Row) -> tuple[int, int] | None:
     else:
         return None
     return xxhash.xxh3_64_intdigest(key.encode()), xxhash.xxh3_64_intdigest(content)
-
-
-def commit_count(log: Log) -> int:
-    """Hot commits of the data log, for a progress bar."""
-    return sum(len(names(bucket)) for bucket in (log.path / "data").glob("*/*"))

@@ -7,7 +7,7 @@ norm and random projections of every parameter, the same for every way of shardi
 
 import hashlib
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 import torch.distributed as dist
@@ -32,23 +32,16 @@ def shard_offset(tensor: torch.Tensor) -> tuple[int, ...]:
     return tuple(compute_local_shape_and_global_offset(tensor.shape, mesh, placements)[1])
 
 
-def named_shards(named: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name prefixed by rank and shard offset, local shard) of every tensor.
-
-    The name of a shard of `w` that starts at row 4 on rank 1 is `1/4,0/w`.
-    """
-    rank = dist.get_rank()
-    for name, tensor in named:
-        offset = ",".join(map(str, shard_offset(tensor)))
-        yield f"{rank}/{offset}/{name}", local_shard(tensor)
-
-
 def state_digest(named: Iterable[tuple[str, torch.Tensor]]) -> str:
     """Sum mod 2^64 of the shards' digests over all ranks, 16 hex digits. Collective.
 
-    Equal across fresh processes only at equal settings (ranks, threads, library versions).
+    The name of a shard of `w` that starts at row 4 on rank 1 is `1/4,0/w`. Equal across fresh
+    processes only at equal settings (ranks, threads, library versions).
     """
-    partial = sum(tensor_digest(name, shard) for name, shard in named_shards(named))
+    rank, partial = dist.get_rank(), 0
+    for name, tensor in named:
+        offset = ",".join(map(str, shard_offset(tensor)))
+        partial += tensor_digest(f"{rank}/{offset}/{name}", local_shard(tensor))
     words = torch.tensor([partial % _WORD, partial // _WORD % _WORD], dtype=torch.int64)
     dist.all_reduce(words)
     low, high = words.tolist()

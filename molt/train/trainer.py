@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from molt import digests
-from molt.process import redirect_output
+from molt.process import redirect_output, timed
 from molt.schemas.errors import ConfigError, TrainerError
 from molt.train import checkpoint, metrics
 from molt.train.algo import LOSSES, LossInputs
@@ -144,7 +144,9 @@ class Trainer:
         not finite; the weights are then those before the update that failed.
         """
         started = time.perf_counter()
-        self._begin_step(step)
+        seed = _random_seed(self.settings.seed, step, self.rank)
+        torch.manual_seed(seed)
+        self._rng = np.random.default_rng(seed)
         batch = self._agree(step, sequences, recorded)
         n_global = self._count(len(batch.sequence_N))
         tally = Tally(batch)
@@ -155,10 +157,9 @@ class Trainer:
             self._train(step, batch, tally)
         self._adapt_kl(tally, len(set(batch.rollout_ids)))
         self._step.fill_(step)
-        digest_started = time.perf_counter()
-        digest = self.state_digest()
-        found = self.sketch() if self.settings.sketch else None
-        tally.seconds["digest"] = time.perf_counter() - digest_started
+        with timed(tally.seconds, "digest"):
+            digest = self.state_digest()
+            found = self.sketch() if self.settings.sketch else None
         seconds = time.perf_counter() - started
         routing = {}
         if self.routing is not None:
@@ -271,11 +272,6 @@ class Trainer:
             state["trainer.kl_coef"] = self._kl_coef
         return state
 
-    def _begin_step(self, step: int) -> None:
-        seed = _random_seed(self.settings.seed, step, self.rank)
-        torch.manual_seed(seed)
-        self._rng = np.random.default_rng(seed)
-
     def _agree(
         self,
         step: int,
@@ -336,14 +332,13 @@ class Trainer:
         if tally.is_single:
             self._check_routing(step)
             metrics.check_offset(step, batch, tally.prepared_N)
-        started = time.perf_counter()
-        tally.grad_norm = self.model.clip_gradients(self.settings.grad_clip)
-        n_bad = self._reduce(int((~loss_N.isfinite()).sum()), dist.ReduceOp.SUM)
-        if n_bad or not np.isfinite(tally.grad_norm):
-            self._refuse(step, batch, loss_N, flat, tally)
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        tally.seconds["optimizer"] += time.perf_counter() - started
+        with timed(tally.seconds, "optimizer"):
+            tally.grad_norm = self.model.clip_gradients(self.settings.grad_clip)
+            n_bad = self._reduce(int((~loss_N.isfinite()).sum()), dist.ReduceOp.SUM)
+            if n_bad or not np.isfinite(tally.grad_norm):
+                self._refuse(step, batch, loss_N, flat, tally)
+            self.optimizer.step()
+            self.optimizer.zero_grad(set_to_none=True)
         tally.loss += self._reduce(float(loss_N.double().sum()), dist.ReduceOp.SUM) / (
             n_global * self._copies
         )
