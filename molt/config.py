@@ -225,7 +225,7 @@ def epoch_fields(
             {"log": i, "run_id": run_id, "path": path}
             for i, (run_id, path) in enumerate(sources, 1)
         ],
-        "config": canonical_json(to_dict(config)),
+        "config": canonical_json(dataclasses.asdict(config)),
         "digests": digests,
         "packages": canonical_json(packages()),
         "world_size": world_size,
@@ -235,7 +235,9 @@ def epoch_fields(
 
 def changes(old: Row, config: Config) -> dict[str, Any]:
     """Keys that differ from an epoch record; one that it does not know had today's default."""
-    before, after = (json.loads(canonical_json(to_dict(c))) for c in (recorded_config(old), config))
+    before, after = (
+        json.loads(canonical_json(dataclasses.asdict(c))) for c in (recorded_config(old), config)
+    )
     return difference(before, after)
 
 
@@ -334,7 +336,3 @@ def refuse_secrets(tree: Any, where: str = "") -> None:
                 "variable, where the agent reads it"
             )
         refuse_secrets(value, f"{where}{key}.")
-
-
-def to_dict(config: Config) -> dict[str, Any]:
-    return dataclasses.asdict(config)

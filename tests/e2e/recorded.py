@@ -1,6 +1,7 @@
 """A log as a run would have left it, without an engine: a tiny model's own samples and logprobs."""
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from tiny import load, tiny_tied_llama
 from transformers import LlamaForCausalLM
 
-from molt.config import build, to_dict
+from molt.config import build
 from molt.model import folder_digests
 from molt.store import Log, Writer
 
@@ -29,7 +30,7 @@ def config_of(model: str, log: str, **algo: Any) -> dict[str, Any]:
         "algo": {"mini_batches": 2, **algo},
         "checkpoint": {"every": 2, "keep": 2},
     }
-    return to_dict(build(Config, tree, ""))
+    return asdict(build(Config, tree, ""))
 
 
 def recorded_log(folder: Path, *, shift: int = 0, seed: int = 0) -> Log:

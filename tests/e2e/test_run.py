@@ -8,6 +8,7 @@ import json
 import os
 import signal
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 
 import factories as make
@@ -16,7 +17,7 @@ from launch import Train, molt, sql
 from tasks import broken_prompts
 from tiny import tiny_tied_llama
 
-from molt.config import load, to_dict
+from molt.config import load
 from molt.model import folder_digests
 from molt.schemas.text import canonical_json
 from molt.store import Log
@@ -205,7 +206,7 @@ def test_other_settings_need_a_word(tmp_path: Path, model: str, started: list[Tr
     log.control.open_epoch(
         now=datetime.datetime(2026, 1, 1),
         sources=[],
-        config=canonical_json(to_dict(load(tmp_path / "config.toml", ["train.lr=1e-4"]))),
+        config=canonical_json(asdict(load(tmp_path / "config.toml", ["train.lr=1e-4"]))),
         digests=folder_digests(model),
         packages="{}",
         world_size=1,

@@ -10,6 +10,7 @@ import datetime
 import json
 import sys
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +19,7 @@ import pytest
 from simulation import Simulation, config
 
 from molt import recovery
-from molt.config import Config, to_dict
+from molt.config import Config
 from molt.publish import Gap, Published
 from molt.replay import folders
 from molt.schemas.text import canonical_json
@@ -92,7 +93,7 @@ class Driver(Simulation):
     """The simulation with a real trainer: recovery, training, checkpoints, redo."""
 
     def __init__(self, path: Path, conf: Config, trainer: TrainerActor) -> None:
-        super().__init__(path, conf, train_s=5.0, epoch={"config": canonical_json(to_dict(conf))})
+        super().__init__(path, conf, train_s=5.0, epoch={"config": canonical_json(asdict(conf))})
         self.trainer = trainer
         trainer.open_log(str(path))
         players: Any = self.players

@@ -1,11 +1,12 @@
 """Configuration: defaults, overrides, and every kind of mistake named."""
 
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
 from molt.agents.env import resolve
-from molt.config import LOSS_NAMES, changes, load, refuse_secrets, to_dict
+from molt.config import LOSS_NAMES, changes, load, refuse_secrets
 from molt.data import Prompts
 from molt.model import resolve_model
 from molt.schemas.errors import ConfigError
@@ -131,7 +132,7 @@ def test_secrets_are_refused_whatever_the_key_is_called(tmp_path: Path) -> None:
 
 
 def test_a_key_younger_than_the_log_had_its_default() -> None:
-    tree = to_dict(load(DEMO))
+    tree = asdict(load(DEMO))
     del tree["train"]["routing"]
     old = {"config": canonical_json(tree)}
     assert changes(old, load(DEMO)) == {}

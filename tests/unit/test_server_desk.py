@@ -5,7 +5,7 @@ import contextlib
 import json
 import os
 from collections.abc import AsyncIterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from molt.agents.chat import Context, Result
 from molt.agents.serve import External, Reception, routes
 from molt.agents.server import listen
 from molt.cli_train import serve_config
-from molt.config import load, to_dict
+from molt.config import load
 from molt.rollout.types import Assignment
 from molt.rollout.worker import RolloutWorker
 from molt.schemas.records import Sampling
@@ -276,7 +276,7 @@ def test_serve_takes_a_file_or_a_log(
     said = capsys.readouterr().err
     assert "http://127.0.0.1:9/rollouts" in said and os.environ["MOLT_DESK_TOKEN"] in said
     assert (os.environ["MOLT_DESK_PORT"], os.environ["MOLT_DESK_PUBLIC"]) == ("9", "0")
-    make.open_epoch(log, config=json.dumps(to_dict(from_file)))
+    make.open_epoch(log, config=json.dumps(asdict(from_file)))
     arguments = ["agent", "serve", str(log.path), "--set", "run.steps=5"]
     from_log = serve_config(cli.parser().parse_args(arguments))
     assert from_log.run.dir == str(log.path) and from_log.run.steps == 5
