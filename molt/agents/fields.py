@@ -210,9 +210,9 @@ def role_of(headers: Mapping[str, str], body: Mapping[str, Any]) -> str:
     return ROLES[named]
 
 
-def retry_of(headers: Mapping[str, str]) -> tuple[int, str | None]:
-    """(retry count, idempotency key) as both SDKs send them."""
+def retry_of(headers: Mapping[str, str]) -> int:
+    """The retry count as both SDKs send it."""
     text = headers.get("x-stainless-retry-count", "0")
     if not text.isdecimal():
         raise FieldRefused(None, f"header x-stainless-retry-count is {text!r}, expected a number")
-    return int(text), headers.get("idempotency-key")
+    return int(text)

@@ -31,7 +31,6 @@ def parse(
 ) -> Call:
     """As `wire_openai.parse`."""
     fields.check_fields("anthropic", fields.ANTHROPIC, body)
-    retry, key = fields.retry_of(headers)
     tools = tuple(map(_tool, want(body, "tools", list, [])))
     max_tokens = fields.count(body, "max_tokens", None, wire_openai.TOKENS_MAX)
     if max_tokens is None and not counting:
@@ -48,8 +47,8 @@ def parse(
         response_format=_format(output.get("format")),
         template=_template(want(body, "thinking", dict, {}), output),
         role=fields.role_of(headers, body),
-        key=key,
-        retry=retry,
+        key=headers.get("idempotency-key"),
+        retry=fields.retry_of(headers),
     )
     return Call(
         request=request,

@@ -42,7 +42,6 @@ def parse(body: dict[str, Any], headers: Mapping[str, str], heard: Heard | None 
     heard: the request before; then the messages may be as `heard.decode` leaves them.
     """
     fields.check_fields("openai", fields.OPENAI, body)
-    retry, key = fields.retry_of(headers)
     tools = tuple(map(_tool, want(body, "tools", list, [])))
     limit = "max_tokens" if body.get("max_completion_tokens") is None else "max_completion_tokens"
     options = want(body, "stream_options", dict, {})
@@ -60,8 +59,8 @@ def parse(body: dict[str, Any], headers: Mapping[str, str], heard: Heard | None 
         response_format=response_format(want(body, "response_format", dict, {})),
         template=template,
         role=fields.role_of(headers, body),
-        key=key,
-        retry=retry,
+        key=headers.get("idempotency-key"),
+        retry=fields.retry_of(headers),
     )
     return Call(
         request=request,
