@@ -8,7 +8,7 @@ first step the same is shown with perturbed weights, which a stale tensor cannot
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -61,11 +61,9 @@ class Published:
     probe: Gap
 
 
-def gap(engine: Sequence[np.ndarray], trainer: Sequence[np.ndarray], n_context: list[int]) -> Gap:
-    """Compare log p of the same tokens; arrays are float32 [len - 1], one per sequence."""
-    skip = [n - 1 for n in n_context]
-    a = np.concatenate([e[k:] for e, k in zip(engine, skip, strict=True)]).astype(np.float64)
-    b = np.concatenate([t[k:] for t, k in zip(trainer, skip, strict=True)]).astype(np.float64)
+def gap(engine: Sequence[np.ndarray], trainer: Sequence[np.ndarray]) -> Gap:
+    """Compare log p of the same tokens; arrays are float32 [n], one per sequence."""
+    a, b = (np.concatenate(side).astype(np.float64) for side in (engine, trainer))
     d = b - a
     return Gap(
         mean_gap=float(np.abs(d).mean()),
@@ -133,7 +131,7 @@ class Publisher:
         """
         dropped, why, parts = 0, "", dict.fromkeys(PARTS, 0.0)
         with timed(parts, "score_s"):
-            expected = await self._on_trainers("score", self._probe.sequences)
+            expected = await self._expected()
         for _ in range(1 + RETRIES):
             self.parts = dict(parts)
             with timed(self.parts, "pause_s"):
@@ -191,17 +189,25 @@ class Publisher:
         The perturbed probe must agree on both sides *and* differ from the unperturbed one.
         """
         await self._pause()
-        before = await self._on_trainers("score", self._probe.sequences)
+        before = await self._expected()
         await self._on_trainers("perturb", self.limits.noise, seed)
         await self._transfer(version)
-        after = await self._on_trainers("score", self._probe.sequences)
+        after = await self._expected()
         found = await self._compare(after)
-        self._check_perturbed(found, gap(before, after, self._probe.n_context))
+        self._check_perturbed(found, gap(before, after))
         await self._on_trainers("restore")
         await self._transfer(version)
         restored = await self._compare(before)
         self._check_absolute("restored weights", restored)
         return restored
+
+    async def _expected(self) -> list[np.ndarray]:
+        """The trainer's log p of the probe's recorded tokens: float32 [n] of each sequence."""
+        wanted = [
+            (ids, range(n, len(ids)), 1.0)
+            for ids, n in zip(self._probe.sequences, self._probe.n_context, strict=True)
+        ]
+        return cast(list[np.ndarray], await self._on_trainers("logprobs", wanted))
 
     async def _compare(self, expected: Sequence[np.ndarray]) -> Gap:
         """Score the probe on every engine; the largest gap to the trainer's own values."""
@@ -211,7 +217,9 @@ class Publisher:
                 for e in self.engines.values()
             )
         )
-        gaps = [gap(found, expected, self._probe.n_context) for found in scores]
+        skip = [n - 1 for n in self._probe.n_context]
+        found = ([s[k:] for s, k in zip(own, skip, strict=True)] for own in scores)
+        gaps = [gap(own, expected) for own in found]
         return max(gaps, key=lambda g: g.mean_gap)
 
     @property

@@ -27,8 +27,8 @@ class Sender:
     def manifest(self) -> list[tuple[str, str, tuple[int, ...]]]:
         return [(n, "float32", tuple(p.shape)) for n, p in self.model.named_parameters()]
 
-    def score(self, sequences: list[list[int]]) -> list[np.ndarray]:
-        return [reference_logprobs(self.model, ids) for ids in sequences]
+    def logprobs(self, wanted: list[tuple[list[int], range, float]]) -> list[np.ndarray]:
+        return [reference_logprobs(self.model, ids)[np.array(at) - 1] for ids, at, _ in wanted]
 
     def send_weights(self) -> dict[str, Any]:
         """Says what it meant to send, as a sender does whose wire is broken."""
@@ -81,9 +81,9 @@ def test_spoiled_bytes_are_retried_and_then_stop_with_the_engine_paused(rig: Rig
     assert second.weights_digest != first.weights_digest and second.version == 1
 
 
-def test_gap_compares_only_what_follows_the_context() -> None:
-    engine = [np.array([0.0, 0.0, -1.0, -2.0], np.float32)]
-    trainer = [np.array([9.0, 9.0, -1.5, -2.0], np.float32)]
-    found = gap(engine, trainer, [3])
+def test_a_gap_is_that_of_all_tokens_of_all_sequences() -> None:
+    engine = [np.array([-1.0], np.float32), np.array([-2.0], np.float32)]
+    trainer = [np.array([-1.5], np.float32), np.array([-2.0], np.float32)]
+    found = gap(engine, trainer)
     assert (found.mean_gap, found.max_gap) == (0.25, 0.5)
     assert found.k3 == pytest.approx((np.exp(-0.5) - 1 + 0.5) / 2)

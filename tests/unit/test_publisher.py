@@ -15,7 +15,7 @@ from molt.config import LimitsConfig
 from molt.publish import Probe, Publisher
 from molt.schemas.errors import EngineError, ModelIdentityError
 
-PROBE = Probe(sequences=[[1, 2, 3, 4]], n_context=[1])
+PROBE = Probe(sequences=[[1, 2, 3, 4]], n_context=[2])
 
 
 class Trainer:
@@ -42,8 +42,10 @@ class Trainer:
     def send_weights(self) -> dict[str, Any]:
         return {"digest": f"{self.version:016x}", "bytes": 8, "seconds": 0.0}
 
-    def score(self, sequences: Any) -> list[np.ndarray]:
-        return [np.full(3, -1.0, np.float32)]
+    def logprobs(self, wanted: Any) -> list[np.ndarray]:
+        """Of the two tokens behind the context; an engine scores the context too."""
+        assert [(ids, list(at)) for ids, at, _ in wanted] == [([1, 2, 3, 4], [2, 3])]
+        return [np.full(2, -1.0, np.float32)]
 
 
 class Engine:
@@ -78,7 +80,7 @@ class Engine:
             return {"digest": digest}
         if method == "recomputed":
             return 7, 0.25
-        return {"pause": 5, "score": [np.full(3, -1.0, np.float32)]}.get(method)
+        return {"pause": 5, "score": [np.array([-9.0, -1.0, -1.0], np.float32)]}.get(method)
 
 
 def rig(*engines: dict[str, Any]) -> tuple[Publisher, list[Engine], list[str]]:
