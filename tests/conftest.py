@@ -77,8 +77,18 @@ last success.
 """
 
 
+SLOW_TIMEOUT_S = 3600
+"""Of a long test that names none: on a busy machine the longest takes half of it."""
+
+
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[RESULTS] = []
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.get_closest_marker("slow") and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(SLOW_TIMEOUT_S))
 
 
 @pytest.fixture
