@@ -36,13 +36,13 @@ class Parent:
     """Tokens of the parent's own row."""
 
 
-_DIGESTED: dict[str, np.dtype[Any]] = {
+DIGESTED: dict[str, np.dtype[Any]] = {
     "token_ids": np.dtype("<i4"),
     "sampled": np.dtype("u1"),
     "train": np.dtype("u1"),
     "logprobs": np.dtype("<f4"),
 }
-_LENGTH = struct.Struct("<q").pack
+LENGTH = struct.Struct("<q").pack
 _TOKEN_MIN, _FLAG_MAX = np.array(0, np.int32), np.array(1, np.uint8)
 _LOGPROB_MAX, _LOGPROB_MIN = np.array(LOGPROB_MAX, np.float32), np.array(-math.inf, np.float32)
 """Limits as arrays: a comparison with a Python number takes twice as long on a short row."""
@@ -50,18 +50,22 @@ _LOGPROB_MAX, _LOGPROB_MIN = np.array(LOGPROB_MAX, np.float32), np.array(-math.i
 
 def segment_digest(row: Mapping[str, Any], parent_digest: bytes = ROOT_DIGEST) -> bytes:
     """blake2b-256 over the parent's digest, `keep` and the row's own token columns."""
-    parts: list[Any] = [parent_digest, _LENGTH(row["keep"])]
-    for name, dtype in _DIGESTED.items():
+    parts: list[Any] = [parent_digest, LENGTH(row["keep"])]
+    for name, dtype in DIGESTED.items():
         array = np.ascontiguousarray(row[name], dtype)
-        parts += (_LENGTH(len(array)), array)
+        parts += (LENGTH(len(array)), array)
     runs = row["version_runs"]
     parts += [struct.pack("<iqi", run["epoch"], run["version"], run["n"]) for run in runs]
-    return hashlib.blake2b(b"".join(parts), digest_size=32).digest()
+    return digest_of(parts)
 
 
 def chain_digest(tip_digests: Sequence[bytes]) -> bytes:
     """blake2b-256 of the tips' digests in segment order: one value names a whole rollout."""
-    return hashlib.blake2b(b"".join(tip_digests), digest_size=32).digest()
+    return digest_of(tip_digests)
+
+
+def digest_of(parts: Iterable[Any]) -> bytes:
+    return hashlib.blake2b(b"".join(parts), digest_size=32).digest()
 
 
 def check_row(
@@ -84,15 +88,15 @@ def _refused(stream: str, row: Mapping[str, Any], why: str) -> SegmentRejected:
 
 
 def check_enums(stream: str, row: Row) -> None:
-    for name, allowed in _ENUMS_OF.get(stream, ()):
+    for name, allowed in ENUMS_OF.get(stream, ()):
         value = row.get(name)
         if value is not None and value not in allowed:
             raise _refused(stream, row, f"{name} '{value}' is none of {sorted(allowed)}")
 
 
-_ENUMS_OF: dict[str, list[tuple[str, frozenset[str]]]] = {}
+ENUMS_OF: dict[str, list[tuple[str, frozenset[str]]]] = {}
 for (_owner, _name), _allowed in (ENUMS | CONTROL_ENUMS).items():
-    _ENUMS_OF.setdefault(_owner, []).append((_name, _allowed))
+    ENUMS_OF.setdefault(_owner, []).append((_name, _allowed))
 
 
 def _unsampled_to_zero(row: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -200,10 +204,15 @@ def _check_link(row: Row, parent: Parent | None) -> None:
         _reject(row, f"keep is {row['keep']}; a child keeps at least one token of its parent")
     if parent is None:
         return
-    first_own = parent.n_chain - parent.n_own
-    if not first_own < row["keep"] <= parent.n_chain:
+    if not ends_inside(row["keep"], parent):
+        first_own = parent.n_chain - parent.n_own
         own = f"whose own tokens are {first_own + 1} to {parent.n_chain} of its chain"
         _reject(row, f"keep {row['keep']} does not end inside parent {row['parent']}, {own}")
+
+
+def ends_inside(keep: int, parent: Parent) -> bool:
+    """Whether the last kept token is one of the parent's own."""
+    return parent.n_chain - parent.n_own < keep <= parent.n_chain
 
 
 def check_reward(row: Row) -> None:

@@ -214,6 +214,11 @@ def to_table(schema: pa.Schema, rows: Sequence[Row]) -> pa.Table:
     return pa.Table.from_arrays(packed.flatten(), schema=schema)
 
 
+def owned(table: pa.Table) -> pa.Table:
+    """A copy that shares no buffer with the caller, each column in one piece."""
+    return pa.concat_tables([table, table.slice(0, 0)]).combine_chunks()
+
+
 def _is_numbers(type_: pa.DataType) -> bool:
     return bool(pa.types.is_large_list(type_)) and (
         pa.types.is_integer(type_.value_type) or pa.types.is_floating(type_.value_type)

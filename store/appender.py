@@ -20,15 +20,13 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 
 from molt.schemas import errors
-from molt.schemas.columns import to_rows
-from molt.schemas.errors import MoltError, SchemaMismatch, WriterClosed
+from molt.schemas.errors import MoltError, WriterClosed
 from molt.schemas.records import Ref
 from molt.store.files import make_dirs
 from molt.store.hints import FOLDER, HOST, short_path
@@ -196,10 +194,10 @@ class _Handler(socketserver.BaseRequestHandler):
         """What became of each row: its address or its own error; one bad row harms no other."""
         writer, stream = self.server.writer, head["stream"]
         try:
-            rows = _rows(writer, stream, body)
+            with pa.ipc.open_stream(pa.py_buffer(body)) as reader:
+                pending = writer.append_table(stream, reader.read_all())
         except REPORTED as error:
             return _told(error)
-        pending = [_tried(partial(writer.append, stream, row)) for row in rows]
         _tried(writer.flush)  # its error is in the tickets
         found = [_tried(p.result) if isinstance(p, Ticket) else p for p in pending]
         refs = [(r.writer, r.seq, r.row) if isinstance(r, Ref) else _told(r) for r in found]
@@ -219,16 +217,6 @@ def _tried(call: Callable[[], Any]) -> Any:
 def _told(error: Exception) -> dict[str, Any]:
     number = error.errno if isinstance(error, OSError) else None
     return {"error": type(error).__name__, "errno": number, "text": str(error)}
-
-
-def _rows(writer: Writer, stream: str, body: memoryview) -> list[dict[str, Any]]:
-    with pa.ipc.open_stream(pa.py_buffer(body)) as reader:
-        table = reader.read_all()
-    table.validate(full=True)
-    expected = writer.schema(stream)
-    if not table.schema.equals(expected):
-        raise SchemaMismatch(f"rows of '{stream}' have another schema than the appender's")
-    return to_rows(table)
 
 
 def main(text: str) -> None:

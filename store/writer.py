@@ -13,17 +13,19 @@ import os
 import secrets
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from concurrent.futures import Future
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 
+from molt.schemas.batch import clean_segments
 from molt.schemas.check import ROOT_DIGEST, Parent, check_routing_shape, check_row
-from molt.schemas.columns import Row, row_name, to_table
-from molt.schemas.errors import SegmentRejected, WriterClosed
+from molt.schemas.columns import Row, owned, row_name, to_rows, to_table
+from molt.schemas.errors import MoltError, SchemaMismatch, SegmentRejected, WriterClosed
 from molt.schemas.records import Ref, to_row
 from molt.schemas.streams import (
     AT,
@@ -51,12 +53,17 @@ class Ticket(Future[Ref]):
     """
 
 
+Key = tuple[Any, ...]
+
+
 @dataclass(slots=True)
 class _Pending:
+    """Rows of one stream that were appended together."""
+
     stream: str
-    row: Row
-    ticket: Ticket
-    key: tuple[Any, ...] | None
+    rows: list[Row] | pa.Table
+    tickets: list[Ticket]
+    keys: list[Key | None]
 
 
 class Writer:
@@ -99,9 +106,9 @@ class Writer:
         self._publish_lock = threading.Lock()
         self._pending: list[_Pending] = []
         self._n_due = 0
-        """As many pending rows, from the first on, are to be published now."""
-        self._bytes_behind = 0
-        """About the bytes of the rows behind those."""
+        """As many of `_pending`, from the first on, are to be published now."""
+        self._rows_behind = self._bytes_behind = 0
+        """Rows behind those, and about their bytes."""
         self._idle = self._closed = False
         self._broken: WriterClosed | None = None
         """Why nothing can be appended any more, if so."""
@@ -149,30 +156,73 @@ class Writer:
             self._check_usable()
             if key is not None and key in self._keys:
                 return self._same_key(stream, checked, key, digest)
-            pending = _Pending(stream, checked, Ticket(), key)
-            self._remember(stream, checked, key, digest, pending.ticket)
-            self._pending.append(pending)
-            self._bytes_behind += _size(stream, checked)
-            n_behind = len(self._pending) - self._n_due
-            full = n_behind >= self.flush_rows or self._bytes_behind >= self.flush_bytes
-            if full or stream == "rollouts":
-                self._all_due()
-            elif self._idle:
-                self._lock.notify_all()  # only then: each wake-up takes the interpreter's lock
-            return pending.ticket
+            ticket = Ticket()
+            self._remember(stream, checked, key, digest, ticket)
+            self._queue(_Pending(stream, [checked], [ticket], [key]), _size(stream, checked))
+            return ticket
 
-    def flush(self, *, wait: bool = True) -> None:
-        """Publish everything appended so far; returns when it is durable, raises if it is not.
+    def append_table(self, stream: str, table: pa.Table) -> list[Ticket | MoltError]:
+        """`append` for the rows of a table: a ticket for each, or the error that refused it.
 
-        Without `wait` it returns at once, the rows' tickets tell, and what is appended meanwhile
-        goes into a later commit: checking the next rows costs no time of its own.
+        The table has the stream's own schema and text as it is stored (`schemas.text`). Segments
+        are checked column by column, at a third of what single rows cost.
         """
+        schema = self.schema(stream)
+        if not table.schema.equals(schema):
+            raise SchemaMismatch(f"rows of '{stream}' have another schema than this log's")
+        table.validate(full=True)
+        self._check_usable()
+        tickets: list[Ticket | MoltError] = []
+        for first in range(0, table.num_rows, self.flush_rows):
+            part = owned(table.slice(first, self.flush_rows))
+            tickets += self._clean(stream, part) or self._one_by_one(stream, part)
+        return tickets
+
+    def _clean(self, stream: str, table: pa.Table) -> list[Ticket] | None:
+        """Queued as they are; None if somebody has to look at each row."""
+        if stream != "segments" or self._redact is not None:
+            return None
+        found = clean_segments(table, lambda *place: self._parents.get(place[:2], {}).get(place[2]))
+        if found is None:
+            return None
+        keys: list[Key | None] = [(stream, *place) for place in found]
         with self._lock:
             self._check_usable()
-            tickets = [p.ticket for p in self._pending] if wait else []
-            self._all_due(wake=not wait)
-        if wait:
-            self._publish_pending()
+            if any(key in self._keys for key in keys) or len(found) < table.num_rows:
+                return None
+            tickets = [Ticket() for _ in keys]
+            for key, (place, parent), ticket in zip(keys, found.items(), tickets, strict=True):
+                self._remember_key(key, parent.digest, ticket)
+                self._parents.setdefault(place[:2], {})[place[2]] = parent
+            self._queue(_Pending(stream, table, tickets, keys), table.nbytes)
+        return tickets
+
+    def _one_by_one(self, stream: str, table: pa.Table) -> list[Ticket | MoltError]:
+        tickets: list[Ticket | MoltError] = []
+        for row in to_rows(table):
+            try:
+                tickets.append(self.append(stream, row))
+            except MoltError as error:
+                tickets.append(error)
+        return tickets
+
+    def _queue(self, pending: _Pending, n_bytes: int) -> None:
+        self._pending.append(pending)
+        self._rows_behind += len(pending.tickets)
+        self._bytes_behind += n_bytes
+        full = self._rows_behind >= self.flush_rows or self._bytes_behind >= self.flush_bytes
+        if full or pending.stream == "rollouts":
+            self._all_due()
+        elif self._idle:
+            self._lock.notify_all()  # only then: each wake-up takes the interpreter's lock
+
+    def flush(self) -> None:
+        """Publish everything appended so far; returns when it is durable, raises if it is not."""
+        with self._lock:
+            self._check_usable()
+            tickets = _tickets(self._pending)
+            self._all_due(wake=False)
+        self._publish_pending()
         for ticket in tickets:
             ticket.result()
 
@@ -182,7 +232,7 @@ class Writer:
             if self._closed:
                 return
             self._check_usable()
-            tickets = [p.ticket for p in self._pending]
+            tickets = _tickets(self._pending)
             self._all_due(wake=False)
             self._closed = True
             self._lock.notify_all()
@@ -248,9 +298,7 @@ class Writer:
     ) -> None:
         if key is None:
             return
-        self._keys[key] = (digest, ticket)
-        if len(self._keys) > KEYS_REMEMBERED:
-            self._keys.popitem(last=False)
+        self._remember_key(key, digest, ticket)
         who = (row.get("rollout_id"), row.get("attempt"))
         if stream == "segments":
             family = self._parents.setdefault(who, {})  # type: ignore[arg-type]
@@ -261,10 +309,17 @@ class Writer:
         elif stream == "rollouts" and row["status"] != "pending":
             self._parents.pop(who, None)  # type: ignore[arg-type]
 
+    def _remember_key(self, key: Key | None, digest: bytes, ticket: Ticket) -> None:
+        if key is not None:
+            self._keys[key] = (digest, ticket)
+            if len(self._keys) > KEYS_REMEMBERED:
+                self._keys.popitem(last=False)
+
     def _forget(self, pending: list[_Pending]) -> None:
         for p in pending:
-            if p.key is not None:
-                self._keys.pop(p.key, None)
+            for key in p.keys:
+                if key is not None:
+                    self._keys.pop(key, None)
 
     # -- publishing ----------------------------------------------------------------------------
 
@@ -276,7 +331,7 @@ class Writer:
     def _all_due(self, *, wake: bool = True) -> None:
         if wake and (self._idle or not self._n_due):
             self._lock.notify_all()
-        self._n_due, self._bytes_behind = len(self._pending), 0
+        self._n_due, self._rows_behind, self._bytes_behind = len(self._pending), 0, 0
 
     def _flush_loop(self) -> None:
         while True:
@@ -300,45 +355,48 @@ class Writer:
             streams = {p.stream for p in pending}
             own = sorted(s for s in streams if s not in FLUSH_ORDER)
             for stream in (*FLUSH_ORDER[:4], *own, *FLUSH_ORDER[4:]):
-                batch = [p for p in pending if p.stream == stream]
-                for at in range(0, len(batch), self.flush_rows):
-                    if not self._publish_batch(stream, batch[at : at + self.flush_rows]):
+                for batch in _commits([p for p in pending if p.stream == stream], self.flush_rows):
+                    if not self._publish_batch(stream, batch):
                         self._fail_rest(pending)
                         return
 
     def _publish_batch(self, stream: str, batch: list[_Pending]) -> bool:
+        tickets, keys = _tickets(batch), [key for p in batch for key in p.keys]
         try:
-            table = to_table(self._schemas[stream], [p.row for p in batch])
-            refs = self._publish_commit(stream, table)
+            refs = self._publish_commit(stream, _as_table(self._schemas[stream], batch))
         except Exception as error:
             with self._lock:
                 self._forget(batch)
-            for p in batch:
-                p.ticket.set_exception(error)
+            for ticket in tickets:
+                ticket.set_exception(error)
             return False
         with self._lock:
-            for p, ref in zip(batch, refs, strict=True):
-                if isinstance(ref, Exception):
-                    self._forget([p])
-                elif p.key is not None and p.key in self._keys:
-                    self._keys[p.key] = (self._keys[p.key][0], ref)
-        for p, ref in zip(batch, refs, strict=True):
+            for key, ref in zip(keys, refs, strict=True):
+                if key is not None and key in self._keys:
+                    if isinstance(ref, Exception):
+                        del self._keys[key]
+                    else:
+                        self._keys[key] = (self._keys[key][0], ref)
+        for ticket, ref in zip(tickets, refs, strict=True):
             if isinstance(ref, Exception):
-                p.ticket.set_exception(ref)
+                ticket.set_exception(ref)
             else:
-                p.ticket.set_result(ref)
+                ticket.set_result(ref)
         return True
 
     def _fail_rest(self, pending: list[_Pending]) -> None:
         """Order must hold: nothing that was appended behind a failed commit becomes visible."""
         with self._lock:
-            rest = [p for p in pending if not p.ticket.done()] + self._pending
-            self._pending, self._n_due, self._bytes_behind = [], 0, 0
+            rest = [p for p in pending if not p.tickets[0].done()] + self._pending
+            self._pending, self._n_due = [], 0
+            self._rows_behind = self._bytes_behind = 0
             self._forget(rest)
         for p in rest:
-            p.ticket.set_exception(
-                OSError(f"{row_name(p.stream, p.row)}: not written, an earlier commit failed")
-            )
+            rows = p.rows if isinstance(p.rows, list) else to_rows(p.rows)
+            for ticket, row in zip(p.tickets, rows, strict=True):
+                ticket.set_exception(
+                    OSError(f"{row_name(p.stream, row)}: not written, an earlier commit failed")
+                )
 
     def _publish_commit(self, stream: str, table: pa.Table) -> list[Ref | Exception]:
         for last in (False, True):
@@ -363,6 +421,35 @@ class Writer:
             announce(self.log)
             return [Ref(writer=self.name, seq=self._seq - 1, row=i) for i in range(table.num_rows)]
         raise AssertionError("unreachable")
+
+
+def _tickets(pending: Iterable[_Pending]) -> list[Ticket]:
+    return [ticket for p in pending for ticket in p.tickets]
+
+
+def _commits(pending: Iterable[_Pending], rows_max: int) -> Iterator[list[_Pending]]:
+    """In order, as many together as a commit may hold rows."""
+    batch: list[_Pending] = []
+    n = 0
+    for p in pending:
+        if batch and n + len(p.tickets) > rows_max:
+            yield batch
+            batch, n = [], 0
+        batch.append(p)
+        n += len(p.tickets)
+    if batch:
+        yield batch
+
+
+def _as_table(schema: pa.Schema, pending: Iterable[_Pending]) -> pa.Table:
+    """All rows in order; single ones that follow each other are packed together."""
+    parts = []
+    for single, run in groupby(pending, lambda p: isinstance(p.rows, list)):
+        if single:
+            parts.append(to_table(schema, [row for p in run for row in p.rows]))
+        else:
+            parts += [p.rows for p in run]
+    return parts[0] if len(parts) == 1 else pa.concat_tables(parts)
 
 
 def _key(stream: str, row: Row) -> tuple[tuple[Any, ...] | None, bytes]:

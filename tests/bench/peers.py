@@ -11,7 +11,7 @@ import os
 import pickle
 import shutil
 import sqlite3
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -28,7 +28,7 @@ from workload import FIELDS, Flat, Packed, Workload
 import molt.store.cold
 import molt.store.commit
 from molt.schemas.columns import flat, one_chunk
-from molt.store import Log, Ticket
+from molt.store import Log
 from molt.store.reader import all_files, read_ahead, writer_names
 
 COLUMNS = ["token_ids", "sampled", "logprobs", "version_runs"]
@@ -110,23 +110,28 @@ class Raw(Peer):
 
 
 class Molt(Peer):
-    """`Writer.append` and `flush`: checks, digest, encoding, checksum, publish."""
+    """Checks, digest, encoding, checksum, publish: `Writer.append_table`, `append` if it is one."""
 
     title = "molt"
     compress = True
+    options: ClassVar[dict[str, Any]] = {"linger_s": 3600}
 
     def open(self) -> None:
         self.log = Log.create(self.folder / "log")
         make.open_epoch(self.log)
         for version in range(self.workload.n_versions):
             self.log.control.put("policy", [make.policy(1, version)])
-        self.writer = self.log.writer(linger_s=3600)
+        self.writer = self.log.writer(**self.options)
 
     def append(self, i: int, j: int) -> None:
         with self._codec():
-            for k in range(i, j):
-                self.writer.append("segments", self.workload.row(k))
+            self.queue(i, j)
             self.writer.flush()
+
+    def queue(self, i: int, j: int) -> Sequence[Any]:
+        if j - i == 1:
+            return [self.writer.append("segments", self.workload.row(i))]
+        return self.writer.append_table("segments", self.workload.table(i, j))
 
     @contextlib.contextmanager
     def _codec(self) -> Iterator[None]:
@@ -153,18 +158,25 @@ class Molt(Peer):
         return sum(p.stat().st_size for d in folders for p in d.rglob("*") if p.is_file())
 
 
+class MoltRows(Molt):
+    title = "molt, row by row"
+
+    def queue(self, i: int, j: int) -> Sequence[Any]:
+        return [self.writer.append("segments", self.workload.row(k)) for k in range(i, j)]
+
+
 class MoltAhead(Molt):
     """The next rows are appended while a commit is published: one is in flight at a time."""
 
     title = "molt, the next rows while a commit is published"
+    options: ClassVar[dict[str, Any]] = {"linger_s": 3600, "flush_rows": 64}
 
     def open(self) -> None:
         super().open()
-        self.before: list[Ticket] = []
+        self.before: Sequence[Any] = []
 
     def append(self, i: int, j: int) -> None:
-        tickets = [self.writer.append("segments", self.workload.row(k)) for k in range(i, j)]
-        self.writer.flush(wait=False)
+        tickets = self.queue(i, j)
         self.settle()
         self.before = tickets
 

@@ -13,7 +13,7 @@ import factories as make
 import numpy as np
 import peers
 import pyarrow.parquet as pq
-from peers import Molt, MoltAhead, MoltUncompressed, Peer, Raw
+from peers import Molt, MoltAhead, MoltRows, MoltUncompressed, Peer, Raw
 from report import Report, table
 from rounds import ROUNDS, Rate, interleaved
 from workload import RAW_BYTES, Packed, Workload
@@ -35,8 +35,8 @@ PROTOCOL = "molt: rows checked before, encode + publish"
 def bench_append(
     folder: Path, workload: Workload, kinds: Sequence[type[Peer]], batch: int, report: Report
 ) -> None:
-    ahead = [MoltAhead] if batch > 1 else []
-    kinds = [k for kind in kinds for k in (kind, *(ahead if kind is Molt else []))]
+    ways = [MoltAhead, MoltRows] if batch > 1 else []
+    kinds = [k for kind in kinds for k in (kind, *(ways if kind is Molt else []))]
     stores = {k.title: k(folder / f"{k.__name__}-{batch}", workload) for k in kinds}
     work = {name: appends(store, batch) for name, store in stores.items()}
     work[PROTOCOL] = protocol(folder / f"protocol-{batch}", workload, batch)

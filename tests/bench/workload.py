@@ -11,6 +11,9 @@ from typing import Any
 import factories as make
 import numpy as np
 import numpy.typing as npt
+import pyarrow as pa
+
+from molt.schemas.streams import STREAMS
 
 FIELDS = {
     "ids": np.dtype(np.int32),
@@ -18,6 +21,8 @@ FIELDS = {
     "mask": np.dtype(np.uint8),
     "versions": np.dtype(np.int32),
 }
+COLUMNS = {"token_ids": "ids", "sampled": "mask", "train": "mask", "logprobs": "logprobs"}
+"""Where the log keeps them."""
 RAW_BYTES = sum(dtype.itemsize for dtype in FIELDS.values())
 SEGMENTS_PER_VERSION = 500
 VOCABULARY = 150_000
@@ -95,6 +100,23 @@ class Workload:
             return row
         return {**row, "rollout_id": self.name(i), "group_id": f"train-{i}"}
 
+    def table(self, i: int, j: int) -> pa.Table:
+        """Segments [i, j) of one pass for the log: its token columns are views of the arrays."""
+        schema = STREAMS["segments"]
+        rows = [self.row(k) for k in range(i, j)]
+        a, b = self.offsets[i % self.n], self.offsets[i % self.n + j - i]
+        offsets = pa.array(self.offsets[i % self.n : i % self.n + j - i + 1] - a)
+        columns = []
+        for field in schema:
+            if field.name in COLUMNS:
+                values = pa.array(self.flat[COLUMNS[field.name]][a:b])
+                columns.append(pa.LargeListArray.from_arrays(offsets, values))
+            elif field.name == "at":
+                columns.append(pa.array([make.NOW] * (j - i), field.type))
+            else:
+                columns.append(pa.array([row[field.name] for row in rows], field.type))
+        return pa.Table.from_arrays(columns, schema=schema)
+
     def _row(self, i: int) -> dict[str, Any]:
         arrays = self.arrays(i)
         sampled = arrays["versions"][arrays["mask"] == 1]
@@ -107,8 +129,7 @@ class Workload:
             logprobs=arrays["logprobs"],
             runs=runs,
         )
-        columns = {"token_ids": "ids", "sampled": "mask", "train": "mask", "logprobs": "logprobs"}
-        return {**row, **{name: arrays[field] for name, field in columns.items()}}
+        return {**row, **{name: arrays[field] for name, field in COLUMNS.items()}}
 
 
 class Packed:

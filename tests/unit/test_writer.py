@@ -219,7 +219,7 @@ def test_flush_waits_for_rows_that_another_thread_is_publishing(log: Log) -> Non
 def test_rows_appended_while_a_commit_is_published_go_into_the_next(
     log: Log, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """flush(wait=False) takes what is there; a commit holds nothing that came later."""
+    """A full commit takes what is there, and holds nothing that came later."""
     started, go = threading.Event(), threading.Event()
     real = os.link
 
@@ -228,14 +228,12 @@ def test_rows_appended_while_a_commit_is_published_go_into_the_next(
         assert go.wait(30)
         real(*args)  # type: ignore[arg-type]
 
-    with log.writer(linger_s=3600) as w:
-        first = [w.append("rewards", make.reward(revision=i)) for i in range(3)]
+    with log.writer(linger_s=3600, flush_rows=3) as w:
         with monkeypatch.context() as patch:
             patch.setattr("molt.store.files.os.link", link)
-            w.flush(wait=False)
+            first = [w.append("rewards", make.reward(revision=i)) for i in range(3)]
             assert started.wait(30)
             second = [w.append("rewards", make.reward(revision=i)) for i in range(3, 6)]
-            w.flush(wait=False)
             third = w.append("rewards", make.reward(revision=6))
             assert not any(t.done() for t in (*first, *second, third))
             go.set()
