@@ -15,7 +15,7 @@ WORKLOAD = Workload(20)
 
 @pytest.mark.parametrize(
     "kind",
-    [*peers.STANDARD, peers.MoltUncompressed, *peers.EXTRA],
+    [*peers.STANDARD, peers.MoltRows, peers.MoltAhead, peers.MoltGroupedUncompressed, *peers.EXTRA],
     ids=lambda kind: kind.__name__,
 )
 def test_a_peer_gives_back_what_was_appended(tmp_path: Path, kind: type[peers.Peer]) -> None:

@@ -6,6 +6,7 @@ A segment is context and up to three sampled runs; 30 % of them change the versi
 """
 
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import Any
 
 import factories as make
@@ -63,6 +64,7 @@ class Workload:
         }
         self.rewards = rng.random(n)
         self._rows: dict[int, dict[str, Any]] = {}
+        self._tables: dict[tuple[int, int], pa.Table] = {}
 
     def spans(self) -> Iterator[tuple[int, int]]:
         yield from zip(self.offsets[:-1].tolist(), self.offsets[1:].tolist(), strict=True)
@@ -101,15 +103,23 @@ class Workload:
         return {**row, "rollout_id": self.name(i), "group_id": f"train-{i}"}
 
     def table(self, i: int, j: int) -> pa.Table:
-        """Segments [i, j) of one pass for the log: its token columns are views of the arrays."""
-        schema = STREAMS["segments"]
+        """Segments [i, j) for the log, made once; the token columns are views of the arrays."""
+        if (i, j) not in self._tables:
+            ends = [i, *range(i // self.n * self.n + self.n, j, self.n), j]
+            parts = [self._table(a, b) for a, b in pairwise(ends)]
+            self._tables[i, j] = pa.concat_tables(parts).combine_chunks()
+        return self._tables[i, j]
+
+    def _table(self, i: int, j: int) -> pa.Table:
+        """Within one pass over the segments."""
+        schema, first = STREAMS["segments"], i % self.n
         rows = [self.row(k) for k in range(i, j)]
-        a, b = self.offsets[i % self.n], self.offsets[i % self.n + j - i]
-        offsets = pa.array(self.offsets[i % self.n : i % self.n + j - i + 1] - a)
+        ends = self.offsets[first : first + j - i + 1]
+        offsets = pa.array(ends - ends[0])
         columns = []
         for field in schema:
             if field.name in COLUMNS:
-                values = pa.array(self.flat[COLUMNS[field.name]][a:b])
+                values = pa.array(self.flat[COLUMNS[field.name]][ends[0] : ends[-1]])
                 columns.append(pa.LargeListArray.from_arrays(offsets, values))
             elif field.name == "at":
                 columns.append(pa.array([make.NOW] * (j - i), field.type))
