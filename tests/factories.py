@@ -6,15 +6,17 @@ writes a run of two epochs with everything in it that a reader can meet.
 
 import datetime
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 
 from molt.replay.assemble import TrainSequence
 from molt.schemas.check import ROOT_DIGEST, chain_digest, segment_digest
 from molt.schemas.records import Ref
+from molt.schemas.streams import STREAMS
 from molt.store import Log, Writer
 from molt.store.control import Record
 from molt.store.fold import Fold, Group
@@ -88,6 +90,17 @@ def segment(
     }
     row.setdefault("digest", digest_of(row, parent_digest))
     return row
+
+
+def as_stored(row: Row) -> Row:
+    """With a time, and 0.0 where there is no logprob."""
+    row = {**row, "at": NOW}
+    return row | {k: [p or 0.0 for p in row[k]] for k in ("logprobs",) if k in row}
+
+
+def as_table(stream: str, rows: Iterable[Row]) -> pa.Table:
+    """Rows for `append_table`, unchecked."""
+    return pa.Table.from_pylist([as_stored(row) for row in rows], schema=STREAMS[stream])
 
 
 def digest_of(row: Row, parent_digest: bytes = ROOT_DIGEST) -> bytes:

@@ -182,10 +182,16 @@ class LogMachine(RuleBasedStateMachine):
             self.acknowledge(appender)
 
     def fill(self, appender: Appender, n: int) -> None:
-        for _ in range(n):
-            self.n += 1
-            for key in (("segments", self.n), ("rewards", self.n)):
-                appender.pending.append((key, appender.w.append(key[0], row_of(key))))
+        """Pairs go in as tables, others row by row."""
+        numbers = range(self.n + 1, self.n + 1 + n)
+        self.n += n
+        for stream in ("segments", "rewards"):
+            keys = [(stream, i) for i in numbers]
+            if n % 2:
+                tickets = [appender.w.append(stream, row_of(key)) for key in keys]
+            else:
+                tickets = appender.w.append_table(stream, make.as_table(stream, map(row_of, keys)))
+            appender.pending += zip(keys, tickets, strict=True)
 
     @precondition(lambda self: self.appenders)
     @rule(data=st.data())

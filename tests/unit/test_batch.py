@@ -20,12 +20,8 @@ SCHEMA = STREAMS["segments"]
 Row = dict[str, Any]
 
 
-def whole(row: Row) -> Row:
-    return {**row, "at": make.NOW, "logprobs": [p or 0.0 for p in row["logprobs"]]}
-
-
 def table_of(*rows: Row) -> pa.Table:
-    return pa.Table.from_pylist([whole(row) for row in rows], schema=SCHEMA)
+    return make.as_table("segments", rows)
 
 
 def chain(name: str = "train-0/0") -> list[Row]:
@@ -51,7 +47,7 @@ def appended(w: Writer, rows: list[Row]) -> list[Any]:
     found: list[Ticket | MoltError] = []
     for row in rows:
         try:
-            found.append(w.append("segments", whole(row)))
+            found.append(w.append("segments", make.as_stored(row)))
         except MoltError as error:
             found.append(error)
     w.flush()
@@ -230,9 +226,9 @@ def test_after_a_failed_commit_the_same_table_can_be_appended(
 
 
 def test_other_streams_and_other_columns(log: Log, w: Writer) -> None:
-    rows = [{**make.reward(revision=i), "at": make.NOW} for i in range(3)]
+    rows = [make.reward(revision=i) for i in range(3)]
     rows[1]["value"] = float("nan")
-    found = w.append_table("rewards", pa.Table.from_pylist(rows, schema=STREAMS["rewards"]))
+    found = w.append_table("rewards", make.as_table("rewards", rows))
     w.flush()
     assert [isinstance(f, Ticket) for f in found] == [True, False, True]
     with pytest.raises(SchemaMismatch, match="another schema"):
