@@ -93,7 +93,7 @@ def _file(
     table: pa.Table, schema: pa.Schema, codec: pa.Codec | None, meta: Mapping[str, str]
 ) -> memoryview:
     sink = pa.BufferOutputStream()
-    options = pa.ipc.IpcWriteOptions(compression=codec, use_threads=False)
+    options = pa.ipc.IpcWriteOptions(compression=codec, use_threads=True)
     with pa.ipc.new_file(sink, schema, options=options, metadata=meta) as out:
         out.write_table(table.combine_chunks())
     return memoryview(sink.getvalue()).cast("B")
