@@ -268,7 +268,7 @@ def run(
     futures = [
         processes[rank].submit(step_of, folder, rank, ranks, port, changes) for rank in range(ranks)
     ]
-    return [future.result(timeout=500) for future in futures]
+    return [future.result(timeout=180) for future in futures]
 
 
 @pytest.fixture(scope="module")
@@ -354,5 +354,5 @@ def test_a_dense_model_has_no_routing_to_replay(
     from tiny import tiny_tied_llama
 
     tiny_tied_llama(tmp_path)
-    message = processes[0].submit(refused, tmp_path, free_port()).result(timeout=500)
+    message = processes[0].submit(refused, tmp_path, free_port()).result(timeout=120)
     assert "needs a model with experts" in message

@@ -98,8 +98,8 @@ def test_a_run_of_two_ranks_goes_on_with_one(folder: Path, processes: ProcessPoo
     """The checkpoint of two ranks loads on one, its sketch is the recorded one, redo is near."""
     port = free_port()
     both = [processes.submit(two_ranks, rank, folder, port) for rank in (0, 1)]
-    results = both[0].result(timeout=500)
-    assert [r.sketch for r in results] == [r.sketch for r in both[1].result(timeout=500)]
+    results = both[0].result(timeout=120)
+    assert [r.sketch for r in results] == [r.sketch for r in both[1].result(timeout=120)]
     rows = {step: record(step, r) for step, r in enumerate(results, 1)}
     trainer = started(settings(folder))
     try:
@@ -142,8 +142,8 @@ def test_twenty_steps_with_adaptive_kl_are_equal_in_fresh_processes(
     folder: Path, processes: ProcessPoolExecutor
 ) -> None:
     """Whole, and resumed from step 10: the coefficient is part of the state."""
-    whole = processes.submit(controlled, folder, free_port(), 1).result(timeout=500)
-    again = processes.submit(controlled, folder, free_port(), 11).result(timeout=500)
+    whole = processes.submit(controlled, folder, free_port(), 1).result(timeout=180)
+    again = processes.submit(controlled, folder, free_port(), 11).result(timeout=180)
     assert len(set(whole)) == 20
     assert whole[10:] == again
 

@@ -336,7 +336,7 @@ def test_a_fresh_process_reproduces_and_resumes_bit_for_bit(
     assert trainer.load(str(folder / "step-2")) == 2
     assert trainer.state_digest() == second
     other = processes.submit(continue_alone, folder, free_port())
-    assert other.result(timeout=500) == (2, first, third)
+    assert other.result(timeout=120) == (2, first, third)
 
 
 def two_ranks(rank: int, folder: Path, ports: list[int], changes: dict[str, Any]) -> dict[str, Any]:
@@ -363,7 +363,7 @@ def two_ranks(rank: int, folder: Path, ports: list[int], changes: dict[str, Any]
 def run_two(pool: ProcessPoolExecutor, folder: Path, **changes: Any) -> list[dict[str, Any]]:
     ports = [free_port()]
     futures = [pool.submit(two_ranks, rank, folder, ports, changes) for rank in (0, 1)]
-    return [future.result(timeout=500) for future in futures]
+    return [future.result(timeout=120) for future in futures]
 
 
 @pytest.fixture(scope="module")
@@ -442,7 +442,7 @@ def test_bfloat16_keeps_float32_masters_and_all_memory_options_run(
     trainer: Trainer, folder: Path, processes: ProcessPoolExecutor
 ) -> None:
     alone = trainer.execute(1, plan(6))
-    out = processes.submit(options_alone, folder, free_port()).result(timeout=500)
+    out = processes.submit(options_alone, folder, free_port()).result(timeout=120)
     first, second = out["results"]
     assert first.loss == pytest.approx(alone.loss, abs=0.05)
     assert second.updates == 1
@@ -474,5 +474,5 @@ def refused(folder: Path, port: int, changes: dict[str, Any]) -> str:
 def test_a_start_that_cannot_work_says_why(
     folder: Path, processes: ProcessPoolExecutor, changes: dict[str, Any], message: str
 ) -> None:
-    found = processes.submit(refused, folder, free_port(), changes).result(timeout=500)
+    found = processes.submit(refused, folder, free_port(), changes).result(timeout=120)
     assert message in found
