@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from molt.config import Config
-from molt.process import find, free_port, reap
+from molt.process import find, reap, rendezvous
 from molt.rollout.engine import Engine
 from molt.rollout.types import EngineSettings
 from molt.rollout.worker import RayEngine, RolloutWorker
@@ -181,14 +181,14 @@ class Cluster:
 
         world = self.config.train.world_size
         settings = trainer_settings(self.config, self.model_folder)
-        address = f"tcp://127.0.0.1:{free_port()}"
+        meeting = rendezvous()
         for rank in range(world):
             output = self._output(f"trainer-{rank}")
             actor = ray.remote(TrainerActor).options(
                 num_cpus=0, max_concurrency=1, runtime_env={"env_vars": ENVIRONMENT}
             )
             self.trainers.append(
-                actor.remote(settings, rank, world, address, output, str(self.log_path))
+                actor.remote(settings, rank, world, meeting, output, str(self.log_path))
             )
         self._known |= {t: (f"trainer-{k}", TrainerError) for k, t in enumerate(self.trainers)}
         infos = await asyncio.gather(*(self.call(t, "start") for t in self.trainers))

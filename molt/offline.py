@@ -14,7 +14,7 @@ import numpy as np
 
 from molt.config import Config, recorded_config
 from molt.model import folder_digests, resolve_model
-from molt.process import free_port, packages
+from molt.process import packages, rendezvous
 from molt.replay.assemble import TrainSequence, assemble
 from molt.replay.replay import History
 from molt.replay.sources import log_of
@@ -72,8 +72,8 @@ def open_trainer(log: Log, epoch: Row, config: Config | None = None) -> Any:
         )
     from molt.offline_trainer import OfflineTrainer
 
-    address = f"tcp://127.0.0.1:{free_port()}"
-    trainer = OfflineTrainer(one_rank(config, folder), 0, 1, address, None, str(log.path))
+    alone = one_rank(config, folder)
+    trainer = OfflineTrainer(alone, 0, 1, rendezvous(), None, str(log.path))
     trainer.start()
     return trainer
 

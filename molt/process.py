@@ -1,11 +1,12 @@
 """Processes: what they run on, where their chatter goes, and that none is left behind."""
 
+import atexit
 import contextlib
 import importlib.metadata
 import os
 import platform
-import socket
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -67,11 +68,16 @@ def packages() -> dict[str, str]:
     return found
 
 
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port: int = s.getsockname()[1]
-        return port
+def rendezvous() -> str:
+    """Where trainer ranks of this machine meet: an `init_method` for torch, new at each call.
+
+    A file, since a port found free may be another process's by the time that rank 0 opens it. It
+    goes with this process.
+    """
+    descriptor, path = tempfile.mkstemp(prefix="molt-ranks-")
+    os.close(descriptor)
+    atexit.register(Path(path).unlink, missing_ok=True)
+    return f"file://{path}"
 
 
 @contextlib.contextmanager

@@ -43,8 +43,9 @@ OPTIMIZER_SETTINGS = ("lr", "betas", "eps", "weight_decay")
 class Trainer:
     """One rank of the trainer.
 
-    `init_method` is "tcp://host:port" of rank 0; with `log_path` the process's stdout and stderr go
-    to that file. Nothing heavy happens before `start()`.
+    `init_method` is torch's, of where the ranks meet (on one machine `molt.process.rendezvous()`);
+    with `log_path` the process's stdout and stderr go to that file. Nothing heavy happens before
+    `start()`.
     """
 
     def __init__(

@@ -36,6 +36,7 @@ from report import Report, table
 from simulation import config
 
 from molt.config import Config
+from molt.process import rendezvous
 from molt.replay.assemble import TrainSequence, assemble
 from molt.replay.sources import Sources
 from molt.rollout.routing import RoutingShape, routing_rows
@@ -181,13 +182,12 @@ class Tiny:
     """Really trains the tiny model."""
 
     def __init__(self, conf: Config, folder: Path) -> None:
-        from test_trainer import free_port
         from tiny import tiny_tied_llama
 
         model = tiny_tied_llama(folder / "model")
         self.actor = TrainerActor(
             trainer_settings(conf, model),
-            *(0, 1, f"tcp://127.0.0.1:{free_port()}", None, str(Log.create(folder / "none").path)),
+            *(0, 1, rendezvous(), None, str(Log.create(folder / "none").path)),
         )
         self.actor.start()
 

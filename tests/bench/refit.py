@@ -14,7 +14,7 @@ from report import Report, table
 
 from molt.config import load
 from molt.model import resolve_model
-from molt.process import free_port
+from molt.process import rendezvous
 from molt.publish import PARTS
 from molt.store import Log
 
@@ -84,7 +84,7 @@ def refits(folder: Path, model: str, bare: Bare) -> Iterator[tuple[float, dict[s
 
     settings = trainer_settings(load(RECIPE), model)
     log = str(Log.create(folder / "none").path)
-    trainer = TrainerActor(settings, 0, 1, f"tcp://127.0.0.1:{free_port()}", None, log)
+    trainer = TrainerActor(settings, 0, 1, rendezvous(), None, log)
     trainer.start()
     rig = Rig(model)
     try:

@@ -1,12 +1,12 @@
 """A tiny trainer with experts, its own choices as recordings, and plans for it."""
 
-import socket
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
+from molt.process import rendezvous
 from molt.replay.assemble import TrainSequence
 from molt.train.packing import Recorded, Wanted, pack
 from molt.train.routing import gates
@@ -23,14 +23,8 @@ def settings(model: str | Path, **changes: Any) -> TrainerSettings:
     return TrainerSettings(**(values | changes))
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
-def started(options: TrainerSettings, rank: int = 0, ranks: int = 1, port: int = 0) -> Trainer:
-    trainer = Trainer(options, rank, ranks, f"tcp://127.0.0.1:{port or free_port()}")
+def started(options: TrainerSettings, rank: int = 0, ranks: int = 1, meeting: str = "") -> Trainer:
+    trainer = Trainer(options, rank, ranks, meeting or rendezvous())
     trainer.start()
     return trainer
 

@@ -11,10 +11,11 @@ import moe
 import numpy as np
 import pytest
 import torch
-from moe import LAYERS, agree, free_port, known, plan, settings, started
+from moe import LAYERS, agree, known, plan, settings, started
 from safetensors.torch import load_file
 from transformers import Qwen3MoeForCausalLM
 
+from molt.process import rendezvous
 from molt.recipes.moe import save_qwen3_moe
 from molt.schemas.errors import ConfigError, TrainerError
 from molt.train.packing import Recorded, Wanted, pack
@@ -235,12 +236,12 @@ def test_routing_of_something_else_stops_the_first_batch(
 # -- other layouts ---------------------------------------------------------------------------------
 
 
-def step_of(folder: Path, rank: int, ranks: int, port: int, changes: dict[str, Any]) -> Any:
+def step_of(folder: Path, rank: int, ranks: int, meeting: str, changes: dict[str, Any]) -> Any:
     """One step under strange experts; the result, and all weights before and after it."""
     options = settings(
         folder / "model", routing_coverage=0.5, **({"routing_mismatch": 1.0} | changes)
     )
-    trainer = started(options, rank, ranks, port)
+    trainer = started(options, rank, ranks, meeting)
     mine = {f"train-{g}" for g in range(5) if ranks == 1 or g % trainer.model.dp_size == rank}
     dense = torch.load(folder / "plan.pt", weights_only=False)
     pairs = [(s, r) for s, r in zip(*dense, strict=True) if s.group_id in mine]
@@ -264,9 +265,10 @@ def run(
     processes: list[ProcessPoolExecutor], folder: Path, ranks: int, **changes: Any
 ) -> list[dict[str, Any]]:
     """Rank n in process n."""
-    port = free_port()
+    meeting = rendezvous()
     futures = [
-        processes[rank].submit(step_of, folder, rank, ranks, port, changes) for rank in range(ranks)
+        processes[rank].submit(step_of, folder, rank, ranks, meeting, changes)
+        for rank in range(ranks)
     ]
     return [future.result(timeout=180) for future in futures]
 
@@ -337,8 +339,8 @@ def test_freeze_leaves_the_routers_alone(
     assert all(not torch.equal(alone["after"][n], alone["before"][n]) for n in routers)
 
 
-def refused(folder: Path, port: int) -> str:
-    trainer = Trainer(settings(folder), 0, 1, f"tcp://127.0.0.1:{port}")
+def refused(folder: Path) -> str:
+    trainer = Trainer(settings(folder), 0, 1, rendezvous())
     try:
         trainer.start()
     except ConfigError as error:
@@ -354,5 +356,5 @@ def test_a_dense_model_has_no_routing_to_replay(
     from tiny import tiny_tied_llama
 
     tiny_tied_llama(tmp_path)
-    message = processes[0].submit(refused, tmp_path, free_port()).result(timeout=120)
+    message = processes[0].submit(refused, tmp_path).result(timeout=120)
     assert "needs a model with experts" in message

@@ -12,9 +12,10 @@ from typing import Any
 import factories as make
 import numpy as np
 import pytest
-from test_trainer import free_port, plan, sequence, settings, started
+from test_trainer import plan, sequence, settings, started
 from tiny import tiny_tied_llama
 
+from molt.process import rendezvous
 from molt.replay.redo import distance, redo, same_weights, sketch_rows
 from molt.schemas.errors import RecoveryError, TrainerError
 from molt.train.trainer import StepResult, Trainer
@@ -47,9 +48,9 @@ def processes() -> Iterator[ProcessPoolExecutor]:
         yield pool
 
 
-def two_ranks(rank: int, folder: Path, port: int) -> list[StepResult]:
+def two_ranks(rank: int, folder: Path, meeting: str) -> list[StepResult]:
     """Steps 1 to 4 on two ranks with a checkpoint after the first."""
-    trainer = started(settings(folder), rank, 2, port)
+    trainer = started(settings(folder), rank, 2, meeting)
     results = []
     for step in (1, 2, 3, 4):
         results.append(trainer.execute(step, plan(step)[rank::2]))
@@ -59,9 +60,9 @@ def two_ranks(rank: int, folder: Path, port: int) -> list[StepResult]:
     return results
 
 
-def controlled(folder: Path, port: int, first: int) -> list[str]:
+def controlled(folder: Path, first: int) -> list[str]:
     """State digests of 20 steps; from `first` on, after the checkpoint before it."""
-    trainer = started(settings(folder, **CONTROLLED), port=port)
+    trainer = started(settings(folder, **CONTROLLED))
     if first > 1:
         trainer.load(str(folder / "controlled"))
     digests = []
@@ -96,8 +97,8 @@ def run_redo(trainer: Trainer, rows: Mapping[int, Any], plans: Mapping[int, Any]
 
 def test_a_run_of_two_ranks_goes_on_with_one(folder: Path, processes: ProcessPoolExecutor) -> None:
     """The checkpoint of two ranks loads on one, its sketch is the recorded one, redo is near."""
-    port = free_port()
-    both = [processes.submit(two_ranks, rank, folder, port) for rank in (0, 1)]
+    meeting = rendezvous()
+    both = [processes.submit(two_ranks, rank, folder, meeting) for rank in (0, 1)]
     results = both[0].result(timeout=120)
     assert [r.sketch for r in results] == [r.sketch for r in both[1].result(timeout=120)]
     rows = {step: record(step, r) for step, r in enumerate(results, 1)}
@@ -142,8 +143,8 @@ def test_twenty_steps_with_adaptive_kl_are_equal_in_fresh_processes(
     folder: Path, processes: ProcessPoolExecutor
 ) -> None:
     """Whole, and resumed from step 10: the coefficient is part of the state."""
-    whole = processes.submit(controlled, folder, free_port(), 1).result(timeout=180)
-    again = processes.submit(controlled, folder, free_port(), 11).result(timeout=180)
+    whole = processes.submit(controlled, folder, 1).result(timeout=180)
+    again = processes.submit(controlled, folder, 11).result(timeout=180)
     assert len(set(whole)) == 20
     assert whole[10:] == again
 

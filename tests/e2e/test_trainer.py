@@ -17,7 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers import LlamaForCausalLM
 
-from molt.process import free_port
+from molt.process import rendezvous
 from molt.replay.assemble import TrainSequence
 from molt.schemas.errors import ConfigError, TrainerError
 from molt.train.packing import Wanted, pack
@@ -67,8 +67,8 @@ def plan(seed: int, groups: int = 3, members: int = 4) -> list[TrainSequence]:
     return out
 
 
-def started(options: TrainerSettings, rank: int = 0, ranks: int = 1, port: int = 0) -> Trainer:
-    trainer = Trainer(options, rank, ranks, f"tcp://127.0.0.1:{port or free_port()}")
+def started(options: TrainerSettings, rank: int = 0, ranks: int = 1, meeting: str = "") -> Trainer:
+    trainer = Trainer(options, rank, ranks, meeting or rendezvous())
     trainer.start()
     return trainer
 
@@ -315,9 +315,9 @@ def test_what_cannot_run_is_refused_with_its_reason(folder: Path, trainer: Train
 # -- other processes -------------------------------------------------------------------------------
 
 
-def continue_alone(folder: Path, port: int) -> tuple[int, str, str]:
+def continue_alone(folder: Path) -> tuple[int, str, str]:
     """Resume from the checkpoint after step 2, execute step 3."""
-    trainer = started(settings(folder), port=port)
+    trainer = started(settings(folder))
     first = trainer.execute(1, plan(11)).state_digest
     step = trainer.load(str(folder / "step-2"))
     third = trainer.execute(3, plan(13)).state_digest
@@ -335,14 +335,14 @@ def test_a_fresh_process_reproduces_and_resumes_bit_for_bit(
     third = trainer.execute(3, plan(13)).state_digest
     assert trainer.load(str(folder / "step-2")) == 2
     assert trainer.state_digest() == second
-    other = processes.submit(continue_alone, folder, free_port())
+    other = processes.submit(continue_alone, folder)
     assert other.result(timeout=120) == (2, first, third)
 
 
-def two_ranks(rank: int, folder: Path, ports: list[int], changes: dict[str, Any]) -> dict[str, Any]:
+def two_ranks(rank: int, folder: Path, meeting: str, changes: dict[str, Any]) -> dict[str, Any]:
     """What one of two ranks sees: a step, P12 with an idle rank, a read error, a checkpoint."""
     options = settings(folder, **changes)
-    trainer = started(options, rank, 2, ports[0])
+    trainer = started(options, rank, 2, meeting)
     mine = plan(6)[rank::2] if trainer.model.dp_size == 2 else plan(6)
     out: dict[str, Any] = {"result": trainer.execute(1, mine), "weights": weights(trainer)}
     out["manifest"] = trainer.manifest()
@@ -361,8 +361,8 @@ def two_ranks(rank: int, folder: Path, ports: list[int], changes: dict[str, Any]
 
 
 def run_two(pool: ProcessPoolExecutor, folder: Path, **changes: Any) -> list[dict[str, Any]]:
-    ports = [free_port()]
-    futures = [pool.submit(two_ranks, rank, folder, ports, changes) for rank in (0, 1)]
+    meeting = rendezvous()
+    futures = [pool.submit(two_ranks, rank, folder, meeting, changes) for rank in (0, 1)]
     return [future.result(timeout=120) for future in futures]
 
 
@@ -412,7 +412,7 @@ def test_tensor_parallel_with_checkpointing_makes_the_same_update(
         assert_same_update(out["weights"], weights(trainer))
 
 
-def options_alone(folder: Path, port: int) -> dict[str, Any]:
+def options_alone(folder: Path) -> dict[str, Any]:
     """bfloat16 over float32 masters with everything that saves memory, and a KL penalty."""
     options = settings(
         folder,
@@ -422,7 +422,7 @@ def options_alone(folder: Path, port: int) -> dict[str, Any]:
         reshard_after_forward=True,
         kl_coef=0.1,
     )
-    trainer = started(options, port=port)
+    trainer = started(options)
     results = [trainer.execute(step, plan(6)) for step in (1, 2)]
     masters = {str(p.dtype) for p in trainer.parameters.values()}
     manifest = trainer.manifest()
@@ -442,7 +442,7 @@ def test_bfloat16_keeps_float32_masters_and_all_memory_options_run(
     trainer: Trainer, folder: Path, processes: ProcessPoolExecutor
 ) -> None:
     alone = trainer.execute(1, plan(6))
-    out = processes.submit(options_alone, folder, free_port()).result(timeout=120)
+    out = processes.submit(options_alone, folder).result(timeout=120)
     first, second = out["results"]
     assert first.loss == pytest.approx(alone.loss, abs=0.05)
     assert second.updates == 1
@@ -451,8 +451,8 @@ def test_bfloat16_keeps_float32_masters_and_all_memory_options_run(
     assert set(out["manifest"]) == out["exported"]
 
 
-def refused(folder: Path, port: int, changes: dict[str, Any]) -> str:
-    trainer = Trainer(settings(folder, **changes), 0, 1, f"tcp://127.0.0.1:{port}")
+def refused(folder: Path, changes: dict[str, Any]) -> str:
+    trainer = Trainer(settings(folder, **changes), 0, 1, rendezvous())
     try:
         trainer.start()
     except (ConfigError, TrainerError) as error:
@@ -474,5 +474,5 @@ def refused(folder: Path, port: int, changes: dict[str, Any]) -> str:
 def test_a_start_that_cannot_work_says_why(
     folder: Path, processes: ProcessPoolExecutor, changes: dict[str, Any], message: str
 ) -> None:
-    found = processes.submit(refused, folder, free_port(), changes).result(timeout=120)
+    found = processes.submit(refused, folder, changes).result(timeout=120)
     assert message in found

@@ -20,6 +20,7 @@ from simulation import Simulation, config
 
 from molt import recovery
 from molt.config import Config
+from molt.process import rendezvous
 from molt.publish import Gap, Published
 from molt.replay import folders
 from molt.schemas.text import canonical_json
@@ -30,7 +31,6 @@ from molt.store.files import Posix
 from molt.store.retention import retire
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "e2e"))
-from test_trainer import free_port
 from tiny import tiny_tied_llama
 
 from molt.train.actor import TrainerActor
@@ -154,9 +154,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def trainer(model: Path) -> Iterator[TrainerActor]:
     Log.create(model / "none")
     options = trainer_settings(conf_of(model), str(model / "model"))
-    trainer = TrainerActor(
-        options, 0, 1, f"tcp://127.0.0.1:{free_port()}", None, str(model / "none")
-    )
+    trainer = TrainerActor(options, 0, 1, rendezvous(), None, str(model / "none"))
     trainer.start()
     trainer.save(str(model / "start"))
     yield trainer
