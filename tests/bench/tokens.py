@@ -7,9 +7,10 @@ bare   `AsyncLLM.generate` inside the actor, final outputs only: no stream, no l
 env    worker, session, stream of pieces from the actor, durable log
 http   the same with a `ChatAgent` that asks the server, one connection per rollout (httpx, no SDK)
 
-Prints a table of medians and of medians of the ratios within a round; asserts no time.
+Bare vLLM runs before and after each of the others; each ratio is to the mean of these two. Prints a
+table of medians; asserts no time.
 
-    python tests/bench/tokens.py            # 7 minutes on two cores, SmolLM2-135M
+    python tests/bench/tokens.py            # 15 minutes on two cores, SmolLM2-135M
 """
 
 import argparse
@@ -20,7 +21,9 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+import psutil
 
 from molt.agents.chat import ChatAgent, Context, Result
 from molt.agents.env import Env, Messages, Reply, Turn
@@ -35,6 +38,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import factories as make
 
 ROLLOUTS, TOKENS = 128, 64
+ARMS = ["env", "http"]
 ROOT = Path(__file__).parents[2]
 
 
@@ -113,6 +117,15 @@ def settings(folder: str, agent: str) -> Any:
     )
 
 
+class Played(NamedTuple):
+    """Tokens per second; CPU seconds of the whole machine per 1,000 tokens; CPUs that the host
+    gave to others meanwhile (steal)."""
+
+    rate: float
+    cpu: float
+    stolen: float
+
+
 def assignments(purpose: str, n: int) -> list[Assignment]:
     """`n` groups of one rollout each."""
     names = (f"{purpose}-{i}" for i in range(n))
@@ -122,50 +135,74 @@ def assignments(purpose: str, n: int) -> list[Assignment]:
     ]
 
 
-async def measure(rounds: int, folder: str) -> list[dict[str, float]]:
-    """Tokens per second of each arm, by round; the first round warms up and is not counted."""
-    from transformers import AutoTokenizer
+class Rig:
+    """A cluster of one engine and two workers, which plays the same prompts in three ways."""
 
-    import molt.cluster
+    def __init__(self, folder: str) -> None:
+        import molt.cluster
 
-    molt.cluster.Engine = BenchEngine  # type: ignore[misc]
-    configs = [settings(folder, agent) for agent in ("Tells", "Asks")]
-    model = resolve_model(configs[0].model)
-    log = Log.create(folder, run_id="tokens")
-    make.open_epoch(log)
-    log.control.put("policy", [make.policy(1, 0)])
-    cluster = Cluster(configs[0], Path(folder), 1, model)
-    cluster.start_ray()
-    try:
-        await cluster.start_engines()
-        for i, config in enumerate(configs):
-            cluster.config = config
-            await cluster.start_worker(i)
-        tokenizer = AutoTokenizer.from_pretrained(model)
-        prompts = [
+        molt.cluster.Engine = BenchEngine  # type: ignore[misc]
+        self.configs = [settings(folder, agent) for agent in ("Tells", "Asks")]
+        self.model = resolve_model(self.configs[0].model)
+        self.log = Log.create(folder, run_id="tokens")
+        make.open_epoch(self.log)
+        self.log.control.put("policy", [make.policy(1, 0)])
+        self.cluster = Cluster(self.configs[0], Path(folder), 1, self.model)
+        self.played = 0
+
+    async def start(self) -> None:
+        from transformers import AutoTokenizer
+
+        self.cluster.start_ray()
+        await self.cluster.start_engines()
+        for i, config in enumerate(self.configs):
+            self.cluster.config = config
+            await self.cluster.start_worker(i)
+        tokenizer = AutoTokenizer.from_pretrained(self.model)
+        self.prompts = [
             tokenizer.apply_chat_template(asked(i), add_generation_prompt=True, return_dict=False)
             for i in range(ROLLOUTS)
         ]
-        found = []
-        for k in range(rounds + 1):
-            arms = ["bare", "env", "http"]
-            order = arms[k % 3 :] + arms[: k % 3]
-            rates: dict[str, float] = {}
-            for arm in order:
-                if arm == "bare":
-                    n, seconds = await cluster.call(cluster.engines[0], "bare", prompts, TOKENS)
-                else:
-                    worker = cluster.workers[["env", "http"].index(arm)]
-                    began = time.perf_counter()
-                    await cluster.call(worker, "play", assignments(f"{arm}{k}", ROLLOUTS))
-                    seconds = time.perf_counter() - began
-                    n = sampled(log, f"{arm}{k}")
-                rates[arm] = n / seconds
-            print(k, {a: round(r, 1) for a, r in rates.items()}, flush=True)
-            found.append(rates)
-        return found[1:]
+
+    async def play(self, arm: str) -> Played:
+        before, began = psutil.cpu_times(), time.perf_counter()
+        if arm == "bare":
+            call = self.cluster.call(self.cluster.engines[0], "bare", self.prompts, TOKENS)
+            n, seconds = await call
+        else:
+            worker, self.played = self.cluster.workers[ARMS.index(arm)], self.played + 1
+            name = f"{arm}{self.played}"
+            await self.cluster.call(worker, "play", assignments(name, ROLLOUTS))
+            seconds = time.perf_counter() - began
+            n = sampled(self.log, name)
+        after = psutil.cpu_times()
+        spent = sum(after[:3]) - sum(before[:3])
+        found = Played(n / seconds, 1000 * spent / n, (after.steal - before.steal) / seconds)
+        print(arm, found, flush=True)
+        return found
+
+
+async def measure(rounds: int, folder: str) -> list[dict[str, tuple[Played, float]]]:
+    """By round: what each way made, and its rate to the mean of bare vLLM just before and after.
+
+    A machine whose speed drifts changes both sides of such a ratio.
+    """
+    rig = Rig(folder)
+    try:
+        await rig.start()
+        for arm in ARMS:
+            await rig.play(arm)  # warms up, not counted
+        bare, out = await rig.play("bare"), []
+        for _ in range(rounds):
+            row = {}
+            for arm in ARMS:
+                found, before = await rig.play(arm), bare
+                bare = await rig.play("bare")
+                row[arm] = found, 2 * found.rate / (before.rate + bare.rate)
+            out.append(row | {"bare": (bare, 1.0)})
+        return out
     finally:
-        await cluster.close()
+        await rig.cluster.close()
 
 
 def sampled(log: Log, purpose: str) -> int:
@@ -185,10 +222,14 @@ def main() -> None:
     os.environ["PYTHONPATH"] = os.pathsep.join([here, os.environ.get("PYTHONPATH", "")])
     with tempfile.TemporaryDirectory() as folder:
         rounds = asyncio.run(measure(args.rounds, f"{folder}/log"))
-    print("| path | tokens/s | ratio to bare |\n| --- | --- | --- |")
+    print("| path | tokens/s | ratio to bare, median (range) | CPU s per 1,000 tokens | stolen |")
+    print("| --- | --- | --- | --- | --- |")
     for arm in rounds[0]:
-        ratio = statistics.median(r[arm] / r["bare"] for r in rounds)
-        print(f"| {arm} | {statistics.median(r[arm] for r in rounds):.0f} | {ratio:.3f} |")
+        found = [r[arm][0] for r in rounds]
+        rate, cpu, stolen = map(statistics.median, zip(*found, strict=True))
+        ratios = sorted(r[arm][1] for r in rounds)
+        spread = f"{statistics.median(ratios):.3f} ({ratios[0]:.3f} to {ratios[-1]:.3f})"
+        print(f"| {arm} | {rate:.0f} | {spread} | {cpu:.1f} | {stolen:.2f} |")
 
 
 if __name__ == "__main__":
