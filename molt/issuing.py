@@ -25,6 +25,9 @@ from molt.store.fold import Group, unsettled
 if TYPE_CHECKING:
     from molt.loop import Run
 
+NEWS_S = 0.5
+"""How long rollouts are waited for before the log is looked at."""
+
 Again = tuple[Group, list[tuple[str, int]]]
 """A group and the attempts of it to play: (rollout_id, attempt)."""
 
@@ -97,7 +100,7 @@ class Issuer:
     def fill(self) -> None:
         """Dispatch as many groups as the lag limit allows: unfinished ones first, then new ones."""
         run = self.run
-        run.fold.update()
+        run.catch_up()
         n = groups_to_issue(
             planned=run.fold.last_planned,
             version=run.version,
@@ -185,25 +188,25 @@ class Issuer:
             task = asyncio.create_task(run.cluster.call(worker, "play", play))
             self._playing[task] = Play(row.group_id, row.purpose, n, worker)
 
-    async def news(self) -> bool:
+    async def news(self, *others: asyncio.Future[Any]) -> bool:
         """Wait until a group was played to its end, half a second at most; True if one was.
 
-        What a worker raises is raised here, but its death: it is started again, and what it had
-        not finished is issued again under new attempts.
+        `others` end the wait too. What a worker raises is raised here, but its death: it is started
+        again, and what it had not finished is issued again under new attempts.
         """
-        if not self._playing:
-            await asyncio.sleep(0.5)
+        waiting: set[asyncio.Future[Any]] = {*self._playing, *others}
+        if not waiting:
+            await asyncio.sleep(NEWS_S)
             return False
-        done, _ = await asyncio.wait(
-            self._playing, timeout=0.5, return_when=asyncio.FIRST_COMPLETED
-        )
-        for task in done:
+        done, _ = await asyncio.wait(waiting, timeout=NEWS_S, return_when=asyncio.FIRST_COMPLETED)
+        played = [task for task in self._playing if task in done]
+        for task in played:
             if (play := self._playing.pop(task, None)) is not None:
                 try:
                     task.result()
                 except WorkerDied:
                     await self._replace(play)
-        return bool(done)
+        return bool(played)
 
     async def _replace(self, dead: Play) -> None:
         """Another worker in the place of a dead one, for everything the dead one was playing."""
@@ -215,7 +218,7 @@ class Issuer:
             del self._playing[task]
         groups = {p.group_id for p in (dead, *lost.values())}
         await run.cluster.start_worker(dead.worker)
-        run.fold.update()
+        run.catch_up()
         for purpose in ("train", "eval"):
             again = [g for g in unsettled(run.fold, purpose) if g[0].group_id in groups]
             self.issue_again(again, purpose)

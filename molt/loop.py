@@ -26,13 +26,22 @@ from molt.data import Prompts
 from molt.issuing import Issuer, heldout
 from molt.metrics import Meter, at_path, plan_metrics, rollout_metrics
 from molt.model import resolve_model
-from molt.planning import Drop, finished, oldest_version, plan_group, plan_header, progress
+from molt.planning import (
+    Drop,
+    finished,
+    oldest_version,
+    plan_group,
+    plan_header,
+    progress,
+    too_old,
+    waiting_for_rewards,
+)
 from molt.publish import Published, Publisher
 from molt.recovery import Start
 from molt.replay.lag import holds_back
 from molt.replay.redo import step_row
 from molt.schemas.columns import Row
-from molt.schemas.errors import EngineError, MoltError
+from molt.schemas.errors import EngineError, Fenced, MoltError
 from molt.schemas.records import PlanRow, Version
 from molt.screen import Screen
 from molt.sinks import Sinks
@@ -41,8 +50,6 @@ from molt.store.control import Record, read_record
 from molt.store.fold import Group
 from molt.store.retention import Upkeep
 
-FOLD_EVERY_S = 0.25
-"""While a step is trained."""
 T = TypeVar("T")
 
 
@@ -63,14 +70,11 @@ async def train(config: Config, screen: Screen, start: Start | None = None) -> L
     try:
         await run.start(start)
         await run.evaluate_if_due()
-        while run.step < config.run.steps:
-            plan = await run.plan()
-            if plan is None:
-                await run.checkpoint()
-                break
+        while run.step < config.run.steps and (plan := await run.plan()) is not None:
             await run.train(plan)
             await run.publish_if_due()
             await run.evaluate_if_due()
+        await run.checkpoint()
     finally:
         await run.close()
     return log
@@ -102,6 +106,8 @@ class Run:
         self.metrics: dict[str, Any] = {}
         """Of the last step."""
         self.issuer = Issuer(self, prompts)
+        self._ready: set[str] = set()
+        """Groups that could be planned when `choose` last looked."""
         self._dropped_in_a_row = 0
         retire: Any = config.log.retire
         self.upkeep = Upkeep(Log.open(log.path), routing=retire)
@@ -170,18 +176,25 @@ class Run:
         """The rows of this step's groups, oldest tokens first; None while it must wait.
 
         It waits for enough groups, and under `algo.lag = "wait"` for unfinished ones that one more
-        version would push over the limit. Groups that cannot be trained are dropped at once.
+        version would push over the limit, but not for rewards alone. Groups that cannot be trained
+        are dropped at once.
         """
         config, ready, slow = self.config, [], False
+        known, self._ready = self._ready, set()
         backlog = {group.group_id for group, _ in self.issuer.backlog}
         for group in self.fold.open_groups("train"):
             if self.fold.is_closed(group):
                 planned = plan_group(self.fold, group, step, config)
                 if isinstance(planned, Drop):
                     self.drop(planned, group)
-                else:
+                    continue
+                if group.group_id not in known:
                     self._dropped_in_a_row = 0
-                    ready.append((self._oldest(group), group.ordinal, planned))
+                self._ready.add(group.group_id)
+                ready.append((self._oldest(group), group.ordinal, planned))
+            elif attempts := waiting_for_rewards(self.fold, group):
+                if too_old(attempts, step, config.algo):
+                    self.drop(Drop(group_id=group.group_id, rollout_id=None, reason="lag"), group)
             elif config.algo.lag == "wait" and group.group_id not in backlog:
                 slow |= holds_back(
                     step - self._oldest(group),
@@ -232,7 +245,7 @@ class Run:
         """Execute a durable plan, record the step, and checkpoint when it is due."""
         step = self.step + 1
         self._phase("training", f"step {step}: training, rollouts go on")
-        outcome = await self._meanwhile(self.cluster.execute(plan.n))
+        outcome = await self.meanwhile(self.cluster.execute(plan.n), "a trainer rank")
         self.meter.recomputed = await self.publisher.recomputed()
         self.record_step(step, plan.rows, outcome)
         self.step, self.state_digest = step, outcome.state_digest
@@ -245,7 +258,8 @@ class Run:
             return
         self._phase("checkpoint", f"step {self.step}: checkpoint")
         best = self.config.checkpoint.best
-        await checkpoints.save(self, at_path(self.metrics, best) if best else None)
+        metric = at_path(self.metrics, best) if best else None
+        await self.meanwhile(checkpoints.save(self, metric), "a trainer rank, or the disk")
         await self._tidy(functools.partial(self.upkeep.poke, datetime.datetime.now(datetime.UTC)))
 
     async def _tidy(self, call: Callable[[], None]) -> None:
@@ -273,8 +287,19 @@ class Run:
         started = time.perf_counter()
         number = self.log.control.put(kind, rows, header)
         self.meter.commit_s.append(time.perf_counter() - started)
-        folded = {record.n: record for record in self.fold.update()}
+        folded = {record.n: record for record in self.catch_up()}
         return folded.get(number) or read_record(self.log.path, number)  # a listing may be late
+
+    def catch_up(self) -> list[Record]:
+        """Fold what is new in the log; Fenced if a newer epoch has begun: the run is another's."""
+        records = self.fold.update()
+        newest = self.fold.tail.lineage.newest_epoch
+        if newest > self.epoch:
+            raise Fenced(
+                f"epoch {self.epoch} lost this log: epoch {newest} has begun. Another driver has "
+                "taken over; this one stops and changes nothing"
+            )
+        return records
 
     # -- weights -------------------------------------------------------------------------------
 
@@ -296,7 +321,8 @@ class Run:
             fresh |= self.cluster.restarted()
             self.publisher.engines |= fresh
             try:
-                published = await self.publisher.refit(self.step)
+                refit = self.publisher.refit(self.step)
+                published = await self.meanwhile(refit, "an engine, or a trainer rank")
                 self.meter.refit = self.publisher.parts
                 if Version(epoch=self.epoch, version=self.step) not in self.fold.policies:
                     self.record_policy(published)
@@ -331,7 +357,7 @@ class Run:
         if self.version != self.step:
             await self.publish()
         dataset = heldout(self.step)
-        self.fold.update()
+        self.catch_up()
         known = [g for g in self.fold.open_groups("eval") if g.dataset == dataset]
         first = self.fold.next_ordinal.get("eval", 0)
         fresh = self.prompts.heldout[len(known) :]
@@ -340,7 +366,7 @@ class Run:
             self.issuer.issue("eval", dataset, list(enumerate(fresh, first)), 1)
             while not self.stopping:
                 await self.refit_restarted()
-                self.fold.update()
+                self.catch_up()
                 asked = [g for g in self.fold.open_groups("eval") if g.dataset == dataset]
                 if all(self.fold.is_closed(g) for g in asked):
                     for group in asked:
@@ -353,13 +379,20 @@ class Run:
         news = await self.issuer.news()
         self.meter.clock.check_stuck(news, self.config.run.stuck_s, self.fold)
 
-    async def _meanwhile(self, work: Awaitable[T]) -> T:
-        """The result of `work`; what rollouts append until then is folded already."""
-        task = asyncio.ensure_future(work)
+    async def meanwhile(self, work: Awaitable[T], who: str) -> T:
+        """The result of `work`, for which `who` is waited no longer than `run.stuck_s`.
+
+        Rollouts go on until then: groups that cannot be trained are dropped, others asked for.
+        """
+        task, began = asyncio.ensure_future(work), time.monotonic()
         try:
             while not task.done():
-                await asyncio.wait([task], timeout=FOLD_EVERY_S)
-                self.fold.update()
+                ended = await self.issuer.news(task)
+                self.catch_up()
+                if ended:
+                    self.choose(self.fold.last_planned + 1)
+                    self.issuer.fill()
+                self.meter.clock.check_hung(who, began, self.config.run.stuck_s)
             return task.result()
         finally:
             task.cancel()

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from molt.schemas.errors import MoltError
-from molt.store.fold import Fold
+from molt.store.fold import Fold, Group
 
 Outcome = Mapping[str, Any]
 """A `rollouts` row."""
@@ -134,6 +134,7 @@ class StepClock:
         self._phase, self._since = "start", time.perf_counter()
         self._spent: dict[str, float] = {}
         self._last_news = time.monotonic()
+        self._finished = 0
 
     def start(self, phase: str) -> None:
         """End the current phase and begin another."""
@@ -150,26 +151,43 @@ class StepClock:
         return {name: round(seconds, 4) for name, seconds in spent.items()}
 
     def check_stuck(self, news: bool, limit_s: float, fold: Fold) -> None:
-        """MoltError saying who waits for whom if nothing finished for `limit_s`."""
-        if news:
-            self._last_news = time.monotonic()
+        """MoltError saying who waits for whom if no rollout finished for `limit_s`.
+
+        `news` = a group was played to its end, whatever is known of its rewards.
+        """
+        open_groups = [g for purpose in ("train", "eval") for g in fold.open_groups(purpose)]
+        missing = {
+            g.group_id: [r for r in g.rollout_ids() if fold.finished(g, r) is None]
+            for g in open_groups
+        }
+        finished = sum(g.n - len(missing[g.group_id]) for g in open_groups)
+        if news or finished != self._finished:
+            self._last_news, self._finished = time.monotonic(), finished
         waited = time.monotonic() - self._last_news
         if waited < limit_s:
             return
-        lines = []
-        for purpose in ("train", "eval"):
-            for g in fold.open_groups(purpose):
-                missing = [r for r in g.rollout_ids() if fold.finished(g, r) is None]
-                if missing:
-                    tokens = sum(
-                        a.n_sampled for r in missing for a in g.attempts.get(r, {}).values()
-                    )
-                    lines.append(
-                        f"{g.group_id} for {len(missing)}/{g.n} rollouts ({tokens} tokens)"
-                    )
+        lines = [_who_waits(g, missing[g.group_id]) for g in open_groups if missing[g.group_id]]
         raise MoltError(
             f"nothing finished for {waited:.0f} s. The trainer waits for groups; the groups wait: "
             f"{'; '.join(lines[:8]) or 'none is open'}. A rollout waits for its agent (logs/worker-"
-            "*.log), bounded by agent.deadline_s, or for its engine (logs/engine-*.log); "
-            "run.stuck_s bounds this wait"
+            "*.log), bounded by agent.deadline_s, for its engine (logs/engine-*.log), or, if its "
+            "outcome is pending, for its first reward; run.stuck_s bounds this wait"
         )
+
+    def check_hung(self, who: str, began: float, limit_s: float) -> None:
+        """MoltError if this phase has waited for `who` since `began` (monotonic) for `limit_s`."""
+        waited = time.monotonic() - began
+        if waited >= limit_s:
+            raise MoltError(
+                f"{self._phase} did not end in {waited:.0f} s. The driver waits for {who} (logs/"
+                "trainer-*.log, logs/engine-*.log), which hangs or needs longer: run.stuck_s "
+                "bounds this wait. The log is whole: start the same command to resume"
+            )
+
+
+def _who_waits(group: Group, missing: Sequence[str]) -> str:
+    attempts = [a for r in missing for a in group.attempts.get(r, {}).values()]
+    unscored = sum(a.outcome is not None for a in attempts)
+    tokens = sum(a.n_sampled for a in attempts)
+    what = f"{group.group_id} for {len(missing)}/{group.n} rollouts ({tokens} tokens)"
+    return f"{what}, {unscored} pending" if unscored else what

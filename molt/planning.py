@@ -105,6 +105,25 @@ def plan_group(fold: Fold, group: Group, step: int, config: Config) -> list[Plan
     ]
 
 
+def waiting_for_rewards(fold: Fold, group: Group) -> list[Attempt]:
+    """The attempts of a group that waits for nothing but rewards; [] of any other one."""
+    found = []
+    for rollout_id in group.rollout_ids():
+        attempt = fold.finished(group, rollout_id)
+        if attempt is None and (own := group.attempts.get(rollout_id)):
+            newest = own[max(own)]
+            attempt = newest if newest.is_whole() and fold.in_lineage(newest) else None
+        if attempt is None:
+            return []
+        found.append(attempt)
+    return found
+
+
+def too_old(attempts: Sequence[Attempt], step: int, algo: AlgoConfig) -> bool:
+    """True if the lag of one of a group's attempts rules the group out at `step`."""
+    return any(decide(lag_max(a, step), algo.max_lag, algo.lag) == "drop" for a in attempts)
+
+
 def _excluded(attempt: Attempt) -> bool:
     assert attempt.outcome is not None
     failed = attempt.outcome["status"] in ("failed", "aborted")
@@ -118,7 +137,7 @@ def _drop_reason(
     if not known:
         reasons = Counter(str((a.outcome or {}).get("reason")) for a in attempts)
         return f"no reward: {reasons.most_common(1)[0][0]}"
-    if any(decide(lag_max(a, step), algo.max_lag, algo.lag) == "drop" for a in attempts):
+    if too_old(attempts, step, algo):
         return "lag"
     if algo.drop_equal and zero_variance(known):
         return f"equal rewards: {known[0]:g}"

@@ -133,11 +133,13 @@ def _compare(
 
 
 def is_complete(config: Config) -> bool:
-    """True if the log of this configuration holds all steps and the last evaluation."""
+    """True if the log holds all steps of this configuration, their checkpoint and evaluation."""
     if not (Path(config.run.dir) / "format.json").exists():
         return False
     log = Log.open(config.run.dir)
-    if max(history(log).steps, default=0) < config.run.steps:
+    found = history(log)
+    step = max(found.steps, default=0)
+    if step < config.run.steps or step not in found.checkpoints:
         return False
     fold = open_fold(log, Start(), print)
     last = [g for g in fold.open_groups("eval") if g.dataset == heldout(config.run.steps)]

@@ -161,7 +161,7 @@ def test_rollouts_that_end_while_a_step_is_trained_are_folded_before_it_ends(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The trainer goes on until the driver has seen what was appended meanwhile."""
-    monkeypatch.setattr("molt.loop.FOLD_EVERY_S", 0.01)
+    monkeypatch.setattr("molt.issuing.NEWS_S", 0.01)
     simulation = Simulation(tmp_path / "log", config("run.steps=100"))
     run, players = simulation.run, simulation.players
 
@@ -179,7 +179,7 @@ def test_rollouts_that_end_while_a_step_is_trained_are_folded_before_it_ends(
         simulation.publish()
         run.issuer.fill()
         await asyncio.sleep(0)
-        trained = await asyncio.wait_for(run._meanwhile(train()), 20)
+        trained = await asyncio.wait_for(run.meanwhile(train(), "the trainer"), 20)
         await run.issuer.close()
         return trained
 
