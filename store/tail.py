@@ -3,7 +3,8 @@
 A poll lists the control log first and then the data (effects before causes: every row that a plan
 names is found). It never asks for a future name; it scans each open writer's current bucket afresh,
 and what is not there among the cold files (hot before cold: compaction moves in that direction).
-A missing number with later ones behind it is a gap: wait, then LogGap after `gap_s_max`.
+A missing number with later ones behind it, of a writer or of a record, is a gap: wait, then LogGap
+after `gap_s_max`. A poll that raises loses nothing: the next one delivers what it had read.
 """
 
 import datetime
@@ -84,7 +85,11 @@ class Tail:
         self.gap_s_max, self.clock = gap_s_max, clock
         self.lineage: Lineage = lineage_of([])
         self.next_n = 0
+        self._records: list[Record] = []
+        self._commits: list[Commit] = []
+        """Read and not delivered yet: more than that of one poll if the polls before it raised."""
         self._control = ControlListing(log, clock)
+        self._control_gap = _Cursor()
         self._epochs: list[Record] = []
         self._cursors: dict[str, _Cursor] = {}
         self._cold: list[ColdFile] | None = None
@@ -118,11 +123,11 @@ class Tail:
         """What became visible since the last poll: control records, then data commits."""
         if self.register is not None and self.clock() >= self._renew_at:
             done = {w: c.next_seq for w, c in self._cursors.items()}
+            done |= {c.writer: c.seq for c in reversed(self._commits)}
             now = datetime.datetime.now(datetime.UTC)
             register_reader(self.log, self.register, done, ttl_s=self.register_s, now=now)
             self._renew_at = self.clock() + self.register_s / 10
-        records = self._poll_control()
-        commits: list[Commit] = []
+        self._poll_control()
         names = writer_names(self.log)
         if self._next in names:
             first = names.index(self._next)
@@ -131,43 +136,48 @@ class Tail:
         for writer in names:
             cursor = self._cursors.setdefault(writer, _Cursor())
             if not cursor.done:
-                self._poll_writer(writer, cursor, commits)
+                self._poll_writer(writer, cursor)
             if self.more:
                 self._next = writer
                 break
-        return records, self._still_visible(commits)
+        records, commits = self._records, self._still_visible()
+        self._records, self._commits = [], []
+        return records, commits
 
-    def _still_visible(self, commits: list[Commit]) -> list[Commit]:
-        """Without what an epoch that opened during this poll did not list: hidden for ever."""
+    def _still_visible(self) -> list[Commit]:
+        """Without what an epoch that opened since it was read did not list: hidden for ever."""
+        commits = self._commits
         if not commits:
             return commits
         numbers = self._control.numbers(self.next_n)
         opened = [r for n in numbers if (r := read_record(self.log, n)).kind == "epoch"]
-        if not opened:
-            return commits
-        lineage = lineage_of([*self._epochs, *opened])
+        lineage = lineage_of([*self._epochs, *opened]) if opened else self.lineage
         limits = {c.writer: lineage.last_seq(c.writer) for c in commits}
         return [c for c in commits if (last := limits[c.writer]) is None or c.seq <= last]
 
-    def _poll_control(self) -> list[Record]:
-        fresh = []
-        for n in self._control.numbers(self.next_n):
-            if n != self.next_n:
-                break
-            fresh.append(read_record(self.log, n))
-            self.next_n += 1
-        epochs = [r for r in fresh if r.kind == "epoch"]
-        if epochs:
-            self._epochs += epochs
-            self.lineage = lineage_of(self._epochs)
-        return fresh
+    def _poll_control(self) -> None:
+        n_epochs = len(self._epochs)
+        try:
+            for n in self._control.numbers(self.next_n):
+                if n != self.next_n:
+                    self._gap(self._control_gap, f"control record {self.next_n}", n)
+                    break
+                record = read_record(self.log, n)
+                if record.kind == "epoch":
+                    self._epochs.append(record)
+                self._records.append(record)
+                self.next_n += 1
+                self._control_gap.gap_since = None
+        finally:
+            if len(self._epochs) > n_epochs:
+                self.lineage = lineage_of(self._epochs)
 
-    def _poll_writer(self, writer: str, cursor: _Cursor, out: list[Commit]) -> None:
+    def _poll_writer(self, writer: str, cursor: _Cursor) -> None:
         limit = self.lineage.last_seq(writer)
         while True:
             first = cursor.next_seq
             files = self._bucket(writer, first)
-            if files and self._deliver(writer, cursor, files, out):
+            if files and self._deliver(writer, cursor, files):
                 return
             if limit is not None and cursor.next_seq > limit:
                 cursor.done = True
@@ -175,23 +185,21 @@ class Tail:
             if cursor.next_seq == first:
                 return
 
-    def _deliver(
-        self, writer: str, cursor: _Cursor, files: list[CommitFile], out: list[Commit]
-    ) -> bool:
+    def _deliver(self, writer: str, cursor: _Cursor, files: list[CommitFile]) -> bool:
         """Read what follows the cursor. True: nothing behind is to be looked for in this poll."""
-        limit = self.lineage.last_seq(writer)
-        room = None if self.commits_max is None else self.commits_max - len(out)
+        limit, out = self.lineage.last_seq(writer), self._commits
+        room = None if self.commits_max is None else max(0, self.commits_max - len(out))
         ready = islice(self._ready(files, cursor.next_seq, limit), room)
         with closing(read_ahead(ready, lambda f: self.columns.get(f.stream))) as ahead:
             for file in files:
-                if len(out) == self.commits_max:
+                if self.commits_max is not None and len(out) >= self.commits_max:
                     self.more = True
                     return True
                 if limit is not None and file.seq > limit:
                     cursor.done = True
                     return True
                 if file.seq != cursor.next_seq:
-                    self._gap(writer, cursor, file.seq)
+                    self._gap(cursor, f"{writer}: commit {cursor.next_seq}", file.seq)
                     return True
                 if file.stream == END:
                     cursor.done = True
@@ -211,7 +219,7 @@ class Tail:
                         self.on_corrupt(file, error)
                     except OSError as error:
                         if error.errno in TRANSIENT:
-                            self._gap(writer, cursor, file.seq)
+                            self._gap(cursor, f"{writer}: commit {cursor.next_seq}", file.seq)
                             return True
                         raise
                 cursor.next_seq += 1
@@ -250,12 +258,12 @@ class Tail:
             self._cold_after = self.clock() + COLD_PAUSE * (self.clock() - started)
         return merged(hot, cold_commits(self._cold, writer, first, (bucket + 1) * BUCKET))
 
-    def _gap(self, writer: str, cursor: _Cursor, seen: int) -> None:
+    def _gap(self, cursor: _Cursor, what: str, seen: int) -> None:
         now = self.clock()
         if cursor.gap_since is None:
             cursor.gap_since = now
         elif now - cursor.gap_since > self.gap_s_max:
             raise LogGap(
-                f"{writer}: commit {cursor.next_seq} has been missing for more than "
-                f"{self.gap_s_max:g} s while {seen} is there; run `molt doctor` on the log"
+                f"{what} has been missing for more than {self.gap_s_max:g} s while {seen} is "
+                "there; run `molt doctor` on the log"
             )

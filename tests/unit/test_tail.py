@@ -1,5 +1,7 @@
 """The tail: each visible commit once, in order, and never a partial one."""
 
+import datetime
+
 import factories as make
 import pytest
 
@@ -7,6 +9,7 @@ from molt.schemas.errors import LogCorrupt, LogGap
 from molt.store import Log, control
 from molt.store.files import STORE
 from molt.store.reader import BUCKET, commit_path, find_commit, parse_name, writer_names
+from molt.store.readers import readers
 
 
 class Clock:
@@ -183,3 +186,90 @@ def test_a_long_history_comes_in_pieces_each_commit_once(log: Log) -> None:
         seen += revisions(commits)
     assert sorted(seen) == list(range(12)) and sizes == [5, 5, 2]
     assert tail.poll()[1] == [] and not tail.more
+
+
+@pytest.mark.parametrize("streams", [None, {"rewards"}])
+@pytest.mark.parametrize("commits_max", [None, 3, 64])
+def test_what_was_read_before_an_error_comes_with_the_next_poll(
+    log: Log, streams, commits_max: int | None
+) -> None:
+    first, last = sorted((log.writer(linger_s=60) for _ in range(2)), key=lambda w: w.name)
+    for i in range(3):
+        put(first, i)
+    bad = commit_path(log.path, last.name, put(last, 3).seq, "rewards")
+    good = bad.read_bytes()
+    make.flip(bad, 300)
+    tail = log.tail(streams=streams, commits_max=commits_max)
+    records, commits = ([], []) if commits_max != 3 else tail.poll()
+    for _ in range(2):
+        with pytest.raises(LogCorrupt):
+            tail.poll()
+    bad.write_bytes(good)
+    for _ in range(2):
+        more = tail.poll()
+        records, commits = records + more[0], commits + more[1]
+    assert [r.n for r in records] == [0, 1] and revisions(commits) == [0, 1, 2, 3]
+    for w in (first, last):
+        w.close()
+
+
+def test_a_record_that_cannot_be_read_costs_no_other_one(log: Log) -> None:
+    """The epoch in front of it counts all the same: it closes the writers of the older one."""
+    w = log.writer(linger_s=60)
+    put(w, 0)
+    tail = log.tail()
+    w2 = Log.open(log.path)
+    make.open_epoch(w2)
+    put(w, 1)
+    n = w2.control.put("policy", [make.policy(2, 0)])
+    path = log.path / "train" / f"{n:010d}.arrow"
+    good = path.read_bytes()
+    make.flip(path, 300)
+    with pytest.raises(LogCorrupt, match=f"control/{n}"):
+        tail.poll()
+    path.write_bytes(good)
+    records, commits = tail.poll()
+    assert [r.n for r in records] == list(range(n + 1)) and revisions(commits) == [0]
+
+
+def test_what_waits_for_delivery_is_hidden_by_a_newer_epoch_and_held_in_retention(log: Log) -> None:
+    first, last = sorted((log.writer(linger_s=60) for _ in range(2)), key=lambda w: w.name)
+    bad = commit_path(log.path, last.name, put(last, 9).seq, "rewards")
+    good = bad.read_bytes()
+    make.flip(bad, 300)
+    clock = Clock()
+    tail = log.tail(register="me", register_s=10.0, clock=clock)
+    for i in range(2):
+        put(first, i)
+        for _ in range(2):
+            clock.now += 2
+            with pytest.raises(LogCorrupt):
+                tail.poll()
+        assert readers(log.path, datetime.datetime.now(datetime.UTC))["me"][first.name] == 0
+    late = commit_path(log.path, first.name, 1, "rewards")
+    kept = late.read_bytes()
+    late.unlink()  # not visible yet to the driver that opens the epoch
+    make.open_epoch(Log.open(log.path))
+    late.write_bytes(kept)
+    bad.write_bytes(good)
+    assert revisions(tail.poll()[1]) == [0, 9]
+
+
+def test_a_missing_record_waits_and_then_alarms(log: Log) -> None:
+    for version in (1, 2):
+        log.control.put("policy", [make.policy(1, version)])
+    hole = log.path / "train" / f"{2:010d}.arrow"
+    kept = hole.read_bytes()
+    hole.unlink()
+    clock = Clock()
+    tail = log.tail(clock=clock, gap_s_max=10.0)
+    assert [r.n for r in tail.poll()[0]] == [0, 1]
+    clock.now = 9.0
+    assert tail.poll() == ([], [])
+    clock.now = 11.0
+    with pytest.raises(
+        LogGap, match="control record 2 has been missing for more than 10 s while 3"
+    ):
+        tail.poll()
+    hole.write_bytes(kept)
+    assert [r.n for r in tail.poll()[0]] == [2, 3]
