@@ -28,7 +28,7 @@ def register_reader(
     if not READER_NAME.fullmatch(name) or name.startswith("."):
         raise ConfigError(f"a reader's name is made of letters, digits and _.-, not '{name}'")
     make_dirs(log / READERS)
-    expires = now + datetime.timedelta(seconds=ttl_s)
+    expires = _utc(now) + datetime.timedelta(seconds=ttl_s)
     text = {"name": name, "next_seq": dict(next_seq), "expires": expires.isoformat()}
     replace(log / READERS / f"{name}.json", canonical_json(text).encode())
 
@@ -48,13 +48,17 @@ def readers(log: Path, now: datetime.datetime) -> dict[str, dict[str, int]]:
     for file in STORE.list(log / READERS):
         try:
             text = json.loads(STORE.read(log / READERS / file))
-            expires = datetime.datetime.fromisoformat(text["expires"])
+            expires = _utc(datetime.datetime.fromisoformat(text["expires"]))
             next_seq = {str(w): int(seq) for w, seq in text["next_seq"].items()}
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise LogCorrupt(
                 f"{READERS}/{file} cannot be read ({error}), and so what it needs is unknown; "
                 "delete it if its reader is gone"
             ) from None
-        if expires > now:
+        if expires > _utc(now):
             found[file.removesuffix(".json")] = next_seq
     return found
+
+
+def _utc(time: datetime.datetime) -> datetime.datetime:
+    return time if time.tzinfo else time.replace(tzinfo=datetime.UTC)

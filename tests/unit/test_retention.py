@@ -16,7 +16,7 @@ from molt.store import compact as compact_module
 from molt.store.compact import compact
 from molt.store.doctor import doctor
 from molt.store.fold import COLUMNS, STREAMS, Fold
-from molt.store.readers import register_reader, unregister_reader
+from molt.store.readers import readers, register_reader, unregister_reader
 from molt.store.retention import Upkeep, retire
 from molt.store.snapshot import Snapshot
 from molt.store.sql import run_sql
@@ -173,6 +173,9 @@ def test_readers_expire_are_renewed_and_must_be_readable(log: Log) -> None:
     unregister_reader(log.path, "audit")
     assert retire(log, now=later)["commits"] == {}, "writers that are not named are held at 0"
     assert retire(log, now=NOW + timedelta(seconds=101))["commits"] == {"segments": 2}
+    naive = NOW.replace(tzinfo=None)
+    register_reader(log.path, "naive", {}, ttl_s=100, now=naive)
+    assert list(readers(log.path, later)) == list(readers(log.path, naive)) == ["naive", "other"]
     (log.path / "readers" / "bad.json").write_text("{")
     with pytest.raises(LogCorrupt, match=r"readers/bad\.json cannot be read"):
         retire(log, now=NOW)
