@@ -17,7 +17,7 @@ from typing import Any
 from molt.schemas.check import check_enums
 from molt.schemas.columns import Row, normalise, to_rows, to_table
 from molt.schemas.control import CONTROL, CONTROL_VERSIONS, HEADERS
-from molt.schemas.errors import ConfigError, Fenced, LogGap, SegmentRejected
+from molt.schemas.errors import ConfigError, Fenced, LogCorrupt, LogGap, SegmentRejected
 from molt.schemas.records import to_row
 from molt.schemas.streams import schema_id
 from molt.store.commit import Commit, decode, encode
@@ -93,8 +93,12 @@ def read_record(log: Path, n: int) -> Record:
 
 
 def read_control_commit(log: Path, n: int) -> Commit:
+    """A verified record; read once more before damage is believed (late visibility)."""
     path = log / CONTROL_DIR / f"{n:010d}.arrow"
-    return decode(STORE.read(path), stream=None, writer=WRITER, seq=n)
+    try:
+        return decode(STORE.read(path), stream=None, writer=WRITER, seq=n)
+    except LogCorrupt:
+        return decode(STORE.read(path), stream=None, writer=WRITER, seq=n)
 
 
 def read_records(log: Path, start: int = 0) -> list[Record]:
@@ -129,13 +133,17 @@ class ControlLog:
         """Take the log over: the first act of a driver.
 
         The record closes the writers of all older epochs at what is visible now. Parent and cut
-        default to the newest epoch and its end.
+        default to the newest epoch and its end. ConfigError for one that is not in the log.
         """
         while True:
             records = read_records(self.log)
             epochs = [r for r in records if r.kind == "epoch"]
             n = len(records)
             parent = parent_epoch if parent_epoch is not None else _last_epoch(epochs)
+            if parent is not None and parent not in {r.epoch for r in epochs}:
+                raise ConfigError(f"there is no epoch {parent} in this log to go on from")
+            if cut is not None and not 0 <= cut < n:
+                raise ConfigError(f"a cut is one of the {n} records of this log, not {cut}")
             row = {
                 "epoch": (_last_epoch(epochs) or 0) + 1,
                 "parent_epoch": parent,
@@ -250,12 +258,15 @@ def lineage_of(records: Iterable[Record], epoch: int | None = None) -> Lineage:
     current, limit = line.epoch, None
     while current and current in by_epoch:
         record = by_epoch[current]
+        row = record.rows[0]
         end = min((r.n for r in epochs if r.n > record.n), default=None)
         last = end - 1 if end is not None else None
         if limit is not None:
             last = limit if last is None else min(last, limit)
-        line.spans[current] = (record.n, last)
-        limit, current = record.rows[0]["cut"], record.rows[0]["parent_epoch"]
+        if last is None or record.n <= last:  # else it was cut off before its own beginning
+            line.spans[current] = (record.n, last)
+        cuts = [n for n in (limit, row["cut"]) if n is not None]
+        limit, current = min(cuts, default=None), row["parent_epoch"]
     if line.epoch and line.epoch not in by_epoch:
         raise ConfigError(f"there is no epoch {line.epoch} in this log; known: {sorted(by_epoch)}")
     return line

@@ -9,6 +9,7 @@ from molt.schemas.control import CONTROL, HEADERS
 from molt.schemas.errors import ConfigError, Fenced, LogCorrupt, LogGap, SegmentRejected
 from molt.store import Log
 from molt.store.control import lineage_of, read_records
+from molt.store.files import STORE
 from molt.store.sql import run_sql
 
 
@@ -181,3 +182,31 @@ def test_what_one_epoch_hid_the_next_one_does_not_show(log: Log) -> None:
     make.open_epoch(log)
     assert log.tail().poll()[1] == []
     assert run_sql([log], "select count(*) from rewards")[1] == [[0]]
+
+
+def test_a_cut_before_its_parents_own_beginning_holds_for_all_ancestors(log: Log) -> None:
+    for version in (1, 2, 3):
+        log.control.put("policy", [make.policy(1, version)])
+    second = Log.open(log.path)
+    make.open_epoch(second)
+    third = Log.open(log.path)
+    make.open_epoch(third, cut=3)
+    line = lineage_of(third.records())
+    assert [r.n for r in third.records() if line.holds(r.n)] == [0, 1, 2, 3, 6]
+    assert sorted(line.spans) == [1, 3]
+
+
+@pytest.mark.parametrize("wrong", [{"cut": 2}, {"cut": -1}, {"parent_epoch": 7}])
+def test_an_epoch_goes_on_from_what_is_there(log: Log, wrong: dict[str, int]) -> None:
+    with pytest.raises(ConfigError, match="no epoch 7 in this log|one of the 2 records"):
+        make.open_epoch(log, **wrong)
+    assert len(log.records()) == 2
+
+
+def test_a_record_is_read_again_before_damage_is_believed(
+    log: Log, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cut = [-50, None]
+    real = STORE.read
+    monkeypatch.setattr(STORE, "read", lambda key: real(key)[: cut.pop(0) if cut else None])
+    assert [r.kind for r in log.records()] == ["epoch", "policy"] and not cut
