@@ -20,8 +20,9 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from molt.schemas.columns import to_rows
-from molt.schemas.errors import LogCorrupt, LogGap, Retired
+from molt.schemas.errors import LogCorrupt, LogGap, Retired, SchemaMismatch
 from molt.schemas.records import Ref
+from molt.schemas.streams import STREAMS
 from molt.store.cold import ColdFile, cold_file, cold_files, read_cold, schema_of
 from molt.store.commit import HEAD_BYTES, Commit, decode, is_compressed
 from molt.store.files import STORE
@@ -367,10 +368,18 @@ class RowReader:
         """These columns of the rows, one chunk per commit in (writer, seq) order, rows ascending.
 
         No row becomes a Python object: `schemas.columns.flat(table, "token_ids")` is (offsets,
-        values) over all of them.
+        values) over all of them. SchemaMismatch for rows whose columns differ.
         """
         places = dict(sorted(_by_commit(sorted(set(refs))).items()))
-        return pa.concat_tables(table for _, table in self._tables(places, tuple(columns)))
+        tables = [table for _, table in self._tables(places, tuple(columns))]
+        if not tables:
+            types = {f.name: f.type for schema in STREAMS.values() for f in schema}
+            return pa.table({name: pa.array([], types.get(name)) for name in columns})
+        try:
+            return pa.concat_tables(tables)
+        except pa.ArrowException as error:
+            streams = ", ".join(sorted({self.place(*p).stream for p in places}))
+            raise SchemaMismatch(f"rows of {streams} do not make one table: {error}") from None
 
     def _tables(
         self, places: dict[tuple[str, int], list[Ref]], columns: tuple[str, ...] | None
@@ -420,11 +429,14 @@ class RowReader:
         """[end - first, width] bytes of a routing row: absolute positions `first` to `end` - 1.
 
         Of a hot commit only these positions are read, each verified by its own hash. Raises
-        LogCorrupt for damage and LookupError for positions that the row does not hold.
+        LogCorrupt for damage, LookupError for positions that the row does not hold, and
+        SchemaMismatch for a row of another stream.
         """
         for last in (False, True):
             try:
                 file = self.place(ref.writer, ref.seq, again=last)
+                if file.stream != "routing":
+                    raise SchemaMismatch(f"{ref} is a row of '{file.stream}', not of 'routing'")
                 where = f"{file.writer}/{file.seq}.{file.stream}"
                 found = None if file.cold else read_range(file.path, where, ref.row, first, end)
                 break

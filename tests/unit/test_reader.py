@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from molt.schemas.columns import flat
-from molt.schemas.errors import LogCorrupt
+from molt.schemas.errors import LogCorrupt, SchemaMismatch
 from molt.schemas.streams import routing_metadata
 from molt.store import Log
 from molt.store.compact import compact
@@ -40,6 +40,19 @@ def test_columns_of_many_rows_are_packed_without_python_rows(log: Log) -> None:
     assert offsets.tolist() == [0, 1, 4, 8, 14]
     assert ids.dtype == np.int32
     assert ids.tolist() == [0, 20, 21, 22, 30, 31, 32, 33, 50, 51, 52, 53, 54, 55]
+
+
+def test_no_rows_are_an_empty_table_and_rows_of_two_streams_none(log: Log) -> None:
+    table = log.table([], ["token_ids", "x"])
+    assert table.column_names == ["token_ids", "x"] and flat(table, "token_ids")[1].size == 0
+    with log.writer(linger_s=60) as w:
+        tickets = [w.append("prompts", make.prompt()), w.append("rewards", make.reward())]
+        w.flush()
+        refs = [t.result() for t in tickets]
+    with pytest.raises(SchemaMismatch, match="rows of prompts, rewards do not make one table"):
+        log.table(refs, ["group_id", "rollout_id"])
+    with pytest.raises(SchemaMismatch, match="a row of 'prompts', not of 'routing'"):
+        log.experts(refs[0], 0, 1)
 
 
 def test_rows_come_in_the_order_of_their_addresses_and_a_missing_one_is_named(log: Log) -> None:
