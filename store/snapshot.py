@@ -4,7 +4,8 @@ Lists effects before causes: the control log first, then the data, hot before co
 removed is left out. Every file is verified whole once
 per process before a row of it is used; what is kept of it is one `Entry` of scalars per row.
 A row counts unless it is above its writer's last commit, in an abandoned future, a duplicate of an
-equal row by another writer, or of a rollout whose writers contradict each other ("conflict").
+equal row by another writer, or of a rollout whose writers contradict each other ("conflict"). Rows
+of a user's own stream have no key: of those only a commit that was published again counts once.
 """
 
 import contextlib
@@ -18,7 +19,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from molt.schemas.columns import to_rows
-from molt.schemas.errors import LogGap, Retired
+from molt.schemas.errors import LogGap, Retired, SchemaMismatch
 from molt.store.control import lineage_of, read_records
 from molt.store.files import STORE
 from molt.store.log import Log
@@ -60,7 +61,10 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """What decides about one row. Equal `key` and `content` = the same row, written twice."""
+    """What decides about one row. Equal `key` and `content` = the same row, written twice.
+
+    Without a key (users' own streams) `content` is the row's time.
+    """
 
     who: Who | None
     key: tuple[Any, ...] | None
@@ -85,13 +89,14 @@ def entries_of(file: CommitFile) -> list[Entry]:
         state = STORE.identity(file.path)
     if known is None or known[0] != state:
         table = read_commit(file).table
-        names = [c for c in _INDEXED.get(file.stream, _WHO) if c in table.column_names]
+        names = [c for c in _INDEXED.get(file.stream, _USERS) if c in table.column_names]
         rows = to_rows(table.select(names)) if names else [{}] * table.num_rows
         known = _ENTRIES[key] = (state, [_entry(file, row) for row in rows])
     return known[1]
 
 
 _WHO = ["rollout_id", "attempt"]
+_USERS = [*_WHO, "at"]
 _INDEXED = {
     "prompts": ["group_id", "attempt", "reason", "prompt", "n", "rollouts"],
     "segments": [
@@ -124,7 +129,9 @@ def _entry(file: CommitFile, row: Mapping[str, Any]) -> Entry:
         return Entry(None, (writer_epoch(file.writer), *map(repr, row.values())))
     if file.stream == "routing":
         return Entry(who, (*list(row.values())[:5], hash(row["row_xxh3"].tobytes())))
-    return Entry(who, tuple(row.values()) if file.stream in _INDEXED else None)
+    if file.stream in _INDEXED:
+        return Entry(who, tuple(row.values()))
+    return Entry(who, None, row.get("at"))
 
 
 def _link(row: Mapping[str, Any]) -> Link:
@@ -157,8 +164,12 @@ class Snapshot:
             if r.kind == "policy" and self.lineage.holds(r.n)
         )
         self.files: dict[str, list[CommitFile]] = {}
+        self._ends: dict[str, list[CommitFile]] = {}
+        """Of each process the last commits of its writers."""
         for writer in sorted({*writer_names(log.path), *self.lineage.closed}):
-            for file in self._visible(writer):
+            visible = self._visible(writer)
+            self._ends.setdefault(_process(writer), []).extend(visible[-1:])
+            for file in visible:
                 if file.retired:
                     continue
                 self.files.setdefault(file.stream, []).append(file)
@@ -193,11 +204,26 @@ class Snapshot:
             state = np.zeros(len(entries), np.uint8)
             for i, entry in enumerate(entries):
                 lost = self.is_abandoned(epoch, entry.who)
-                mark = (lost, entry.key, entry.content)
-                state[i] = DUPLICATE if entry.key and mark in seen else lost
-                seen.add(mark)
+                state[i] = lost
+                if entry.key:
+                    mark = (lost, entry.key, entry.content)
+                    state[i] = DUPLICATE if mark in seen else lost
+                    seen.add(mark)
+            if stream not in _INDEXED and self._went_on(file, entries):
+                state[:] = DUPLICATE
             out.append((file, state))
         return out
+
+    def _went_on(self, end: CommitFile, entries: list[Entry]) -> bool:
+        """True if a writer gave up its directory after this commit, whose outcome it did not know,
+        and published it again as the first one of another."""
+        others = self._ends[_process(end.writer)]
+        if len(others) == 1 or end not in others:
+            return False
+        writers = {f.writer for f in others} - {end.writer}
+        firsts = [f for f in self.files[end.stream] if f.seq == 0 and f.writer in writers]
+        times = [e.content for e in entries]
+        return any(times == [e.content for e in entries_of(f)] and _equal(f, end) for f in firsts)
 
     def shown(self, state: npt.NDArray[np.uint8]) -> npt.NDArray[np.bool_]:
         return state < DUPLICATE if self.everything else state == SHOWN
@@ -251,9 +277,45 @@ class Snapshot:
                             self._conflicts.add(entry.who)
 
 
+def _process(writer: str) -> str:
+    return writer.rpartition("-")[0]
+
+
+def _equal(a: CommitFile, b: CommitFile) -> bool:
+    """True if two commits of a stream have the same rows; NaN is equal to NaN."""
+    one, other = read_commit(a).table, read_commit(b).table
+    return one.column_names == other.column_names and all(
+        x.equals(y) or (x.type == y.type and repr(x.to_pylist()) == repr(y.to_pylist()))
+        for x, y in zip(one.columns, other.columns, strict=True)
+    )
+
+
 def stream_schema(snapshots: list[Snapshot], stream: str) -> pa.Schema:
-    """The schema of a user's own stream over all its files; older files lack newer columns."""
+    """The schema of a user's own stream over all its files; older files lack newer columns.
+
+    SchemaMismatch names the two files that give one column types that do not go together.
+    """
     files = [f for s in snapshots for f in s.files.get(stream, [])]
     for file in files:
         entries_of(file)  # nothing unverified is given to Arrow
-    return pa.unify_schemas([read_schema(f) for f in files], promote_options="permissive")
+    schemas = [read_schema(f) for f in files]
+    try:
+        return pa.unify_schemas(schemas, promote_options="permissive")
+    except pa.ArrowException as error:
+        raise SchemaMismatch(f"{stream}: {_first_conflict(files, schemas) or error}") from None
+
+
+def _first_conflict(files: list[CommitFile], schemas: list[pa.Schema]) -> str | None:
+    known: dict[str, tuple[pa.Field, CommitFile]] = {}
+    for file, schema in zip(files, schemas, strict=True):
+        for field in schema:
+            other, first = known.setdefault(field.name, (field, file))
+            pair = [pa.schema([other]), pa.schema([field])]
+            try:
+                pa.unify_schemas(pair, promote_options="permissive")
+            except pa.ArrowException:
+                return (
+                    f"column '{field.name}' is {other.type} in {first.writer}/{first.seq} and "
+                    f"{field.type} in {file.writer}/{file.seq}; use another name for one of the two"
+                )
+    return None

@@ -21,7 +21,7 @@ import pyarrow as pa
 
 from molt.schemas.columns import normalise, to_table
 from molt.schemas.control import CONTROL
-from molt.schemas.errors import ConfigError, LogCorrupt, Retired
+from molt.schemas.errors import ConfigError, LogCorrupt, Retired, SchemaMismatch
 from molt.schemas.records import Ref
 from molt.schemas.streams import STREAMS, fields
 from molt.store.branches import branches, token_lags
@@ -123,10 +123,11 @@ def connect(
 
     `epoch` None shows the newest epoch's lineage, a number that epoch's, "all" abandoned futures
     too. `query` limits what is read to the views that it names. Raises LogCorrupt or LogGap with
-    the name of the damaged or missing commit.
+    the name of the damaged or missing commit. A user's own stream that DuckDB cannot show is
+    SchemaMismatch if `query` names it, and left out otherwise.
     """
     snapshots = [Snapshot(log, epoch) for log in logs]
-    views = _views(snapshots)
+    views, users = _views(snapshots), _user_streams(snapshots)
     words = set(WORDS.findall(query.lower())) if query is not None else set()
     named = (words & (set(views) | {"groups"})) or {*views, "groups"}
     if "groups" in named:
@@ -134,13 +135,35 @@ def connect(
     con = duckdb.connect()
     con.execute(LAG_DECISION)
     for name in sorted(named - {"groups"}):
-        con.register(name, views[name]())
+        try:
+            _register(con, name, views[name]())
+        except SchemaMismatch:
+            if name in words or name not in users:
+                raise
     if "groups" in named:
         con.execute(GROUPS)
     con.execute("SET python_enable_replacements = false")
     con.execute("SET enable_external_access = false")
     con.execute("SET lock_configuration = true")
     return con
+
+
+def _register(con: duckdb.DuckDBPyConnection, name: str, view: Any) -> None:
+    try:
+        con.register(name, view)
+    except duckdb.Error as error:
+        odd = [f"'{f.name}' ({f.type})" for f in view.schema if not _shows(con, f)]
+        columns = ", ".join(odd) or "one of its columns"
+        raise SchemaMismatch(f"{name}: DuckDB has no type for {columns}: {error}") from None
+
+
+def _shows(con: duckdb.DuckDBPyConnection, field: pa.Field) -> bool:
+    try:
+        con.register("one_column", pa.schema([field]).empty_table())
+        con.unregister("one_column")
+    except duckdb.Error:
+        return False
+    return True
 
 
 def run_sql(
@@ -182,9 +205,8 @@ def json_able(value: Any) -> Any:
 def _views(snapshots: Sequence[Snapshot]) -> dict[str, Callable[[], Any]]:
     """view -> what makes it, so that only named views are read."""
     last = [RUN_ID, ABANDONED_FIELD] if any(s.everything for s in snapshots) else [RUN_ID]
-    users = {name for s in snapshots for name in s.files if name not in STREAMS}
     views: dict[str, Callable[[], Any]] = {}
-    for name in [*STREAMS, *sorted(users)]:
+    for name in [*STREAMS, *sorted(_user_streams(snapshots))]:
         views[name] = partial(_stream, snapshots, name, last)
     for name in CONTROL_VIEWS:
         views[name] = partial(_control, snapshots, name, last)
@@ -194,6 +216,10 @@ def _views(snapshots: Sequence[Snapshot]) -> dict[str, Callable[[], Any]]:
     views["branches"] = lambda: _memory(_with(BRANCHES, last), map(_branch_rows, snapshots))
     views["lag"] = lambda: _memory(_with(LAG, last), map(_lag_rows, snapshots))
     return views
+
+
+def _user_streams(snapshots: Sequence[Snapshot]) -> set[str]:
+    return {name for s in snapshots for name in s.files if name not in STREAMS}
 
 
 def _with(own: Iterable[pa.Field], more: Iterable[pa.Field]) -> pa.Schema:
