@@ -1,6 +1,7 @@
 """Export: any view, or the answer to any query, as Parquet, JSONL or a Hugging Face dataset.
 
-Rows are verified on the way as in SQL, and streamed: memory does not grow with the log.
+Rows are verified on the way as in SQL, and streamed: memory does not grow with the log. JSONL has
+text as it was appended, the others as it is stored (`schemas.text`).
 """
 
 import json
@@ -12,7 +13,9 @@ import duckdb
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from molt.schemas.columns import unescaped
 from molt.schemas.errors import ConfigError
+from molt.schemas.text import ESCAPE
 from molt.store.log import Log
 from molt.store.sql import connect, json_able
 
@@ -22,6 +25,8 @@ DEFAULT = (
 )
 """What is exported when nothing is named; routing and tokens are large and can be asked for."""
 BATCH_ROWS = 2048
+MARK = json.dumps(ESCAPE)[1:-1]
+"""What the text of a row has that may need `unescaped`; JSON can hold half of a surrogate pair."""
 
 
 def export(
@@ -66,7 +71,10 @@ def _jsonl(reader: pa.RecordBatchReader, target: Path) -> int:
     with open(target, "x", encoding="utf-8") as out:
         for batch in reader:
             for row in batch.to_pylist():
-                out.write(json.dumps(json_able(row)) + "\n")
+                line = json.dumps(json_able(row))
+                if MARK in line:
+                    line = json.dumps(json_able(unescaped(row)))
+                out.write(line + "\n")
             n += batch.num_rows
     return n
 

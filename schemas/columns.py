@@ -253,7 +253,7 @@ def _values(table: pa.Table, name: str) -> list[Any]:
     rows: list[Any] = col.to_pylist()
     if pa.types.is_primitive(col.type) or not _has_escape(col):
         return rows
-    return [_unescape(v) for v in rows]
+    return [unescaped(v) for v in rows]
 
 
 def _has_escape(column: pa.ChunkedArray) -> bool:
@@ -262,11 +262,12 @@ def _has_escape(column: pa.ChunkedArray) -> bool:
     return any(map(ESCAPE_BYTES.search, buffers))
 
 
-def _unescape(value: Any) -> Any:
+def unescaped(value: Any) -> Any:
+    """A stored value with the text that was appended, in lists and structs too."""
     if isinstance(value, str):
         return unescape_text(value)
     if isinstance(value, list):
-        return [_unescape(v) for v in value]
+        return [unescaped(v) for v in value]
     if isinstance(value, dict):
-        return {k: _unescape(v) for k, v in value.items()}
+        return {k: unescaped(v) for k, v in value.items()}
     return value

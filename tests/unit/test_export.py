@@ -43,6 +43,23 @@ def test_jsonl_is_one_row_per_line(tiny: Log, tmp_path: Path) -> None:
     assert len(first["digest"]) == 64 and first["token_ids"] == [5, 6, 7, 8, 9]
 
 
+def test_jsonl_has_text_as_it_was_appended(log: Log, w, tmp_path: Path) -> None:
+    texts = ["a\ud800", "\ufdd0", "\ufdd0d800", "\\ufdd0d800", "plain"]
+    for i, text in enumerate(texts):
+        prompt = json.dumps({"q": text}, ensure_ascii=False)
+        w.append("prompts", make.prompt(i, n=1, dataset=text, prompt=prompt))
+        w.append("segments", make.segment(sampling=make.SAMPLING | {"stop": [text]}, segment=i))
+    w.flush()
+    export([log], tmp_path, "jsonl", ["prompts", "segments"])
+    prompts, segments = (
+        [json.loads(line) for line in (tmp_path / f"{name}.jsonl").read_text().splitlines()]
+        for name in ("prompts", "segments")
+    )
+    assert [p["dataset"] for p in prompts] == texts
+    assert [json.loads(p["prompt"])["q"] for p in prompts] == texts
+    assert [s["sampling"]["stop"] for s in segments] == [[t] for t in texts]
+
+
 def test_a_dataset_loads_from_disk(tiny: Log, tmp_path: Path) -> None:
     from datasets import load_from_disk
 
