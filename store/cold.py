@@ -6,6 +6,7 @@ of itself and one of each row group; with Parquet's page checksums on, no byte i
 with `molt.retired` has no rows: it says that the commits it covers are gone on purpose.
 """
 
+import contextlib
 import functools
 import io
 import json
@@ -208,7 +209,10 @@ def _bounds(meta: Any, footer: int) -> tuple[int, ...]:
 
 
 _KNOWN: dict[Path, ColdFile] = {}
-"""Footers that were verified: a cold file never changes and its number is never used again."""
+"""Footers that were verified. A log's cold file never changes and its number is never used again,
+but another log may be made at the same path."""
+_FOLDERS: dict[Path, State] = {}
+"""Their folders as they were when each file was last looked at: not each listing asks for all."""
 
 
 def cold_files(log: Path) -> list[ColdFile]:
@@ -216,21 +220,16 @@ def cold_files(log: Path) -> list[ColdFile]:
     found = []
     for stream in STORE.list(log / FOLDER):
         folder = log / FOLDER / stream
-        for name in STORE.list(folder):
-            if NAME.fullmatch(name):
-                file = _known(folder / name)
-                if file is not None:
-                    found.append(file)
+        state = STORE.identity(folder)
+        same = _FOLDERS.get(folder) == state
+        for path in [folder / n for n in STORE.list(folder) if NAME.fullmatch(n)]:
+            if same and path in _KNOWN:
+                found.append(_KNOWN[path])
+            else:  # if it retired since the listing, its tombstone has a higher number
+                with contextlib.suppress(FileNotFoundError):
+                    found.append(cold_file(path))
+        _FOLDERS[folder] = state
     return found
-
-
-def _known(path: Path) -> ColdFile | None:
-    if path not in _KNOWN:
-        try:
-            _KNOWN[path] = load(path)
-        except FileNotFoundError:
-            return None  # retired since the listing; its tombstone has a higher number
-    return _KNOWN[path]
 
 
 def cold_file(path: Path) -> ColdFile:

@@ -247,6 +247,21 @@ def test_a_forged_address_and_a_stranger_are_found(tiny: Log) -> None:
     assert "it says it is rewards" in whys[f"cold/scores/{path.name}"]
 
 
+def test_another_log_at_the_same_path_is_read_as_what_it_is(tmp_path: Path) -> None:
+    for n in (2, 3):
+        made = Log.create(tmp_path / f"made{n}", run_id="run")
+        make.open_epoch(made)
+        with made.writer(linger_s=60) as w:
+            for i in range(n):
+                w.append("rewards", make.reward(revision=i))
+        compact(made, everything=True)
+        shutil.rmtree(tmp_path / "log", ignore_errors=True)
+        made.path.rename(tmp_path / "log")
+        log = Log.open(tmp_path / "log")
+        assert run_sql([log], "select count(*) from rewards")[1] == [[n]]
+        assert sum(c.table.num_rows for c in log.tail().poll()[1]) == n
+
+
 def test_the_slower_of_two_compactors_moves_only_what_is_left(
     tiny: Log, monkeypatch: pytest.MonkeyPatch
 ) -> None:
