@@ -128,7 +128,10 @@ class Session:
     def __init__(
         self, desk: Desk, a: Assignment, deadline_s: float, source: Sequence[Row] = ()
     ) -> None:
-        """source: segments of an earlier attempt; what of them is not used again is regenerated."""
+        """source: segments of an earlier attempt; what of them is not used again is regenerated.
+
+        A branch has one temperature: those sampled at another one than the run's are never used.
+        """
         self.desk, self.a = desk, a
         self.model, self.tokenizer = desk.model, desk.tokenizer
         self.recorded = Recorded(())
@@ -306,7 +309,10 @@ class Session:
         grammar: Any,
     ) -> AsyncIterator[tuple[Completion, str]]:
         """Recorded pieces, then the engine's; when one is lost another goes on behind them."""
-        for recorded, row in recorded_pieces(self.recorded.pop(prompt_ids)):
+        reply = self.recorded.pop(prompt_ids)
+        if any(r["sampling"]["temperature"] != growing.sampling.temperature for r in reply):
+            reply = []
+        for recorded, row in recorded_pieces(reply):
             growing.source = row
             self.counts["regenerated"] -= len(recorded.token_ids)
             yield recorded, row["engine_id"]

@@ -5,7 +5,7 @@ The reported cases that an agent meets (M01 to M04), driven over both wires.
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import anthropic
@@ -22,6 +22,7 @@ from molt.agents.render import Renderer
 from molt.agents.server import Running, serve
 from molt.recipes import python_tool
 from molt.rollout.engines import EngineSource
+from molt.rollout.resume import Recorded
 from molt.rollout.session import Desk, Session
 from molt.rollout.types import Assignment
 from molt.schemas.records import Sampling
@@ -37,7 +38,15 @@ USER: Any = {"role": "user", "content": "weather in A and B?"}
 Use = Callable[[Session, Says, Running], Awaitable[Any]]
 
 
-def play(log: Log, use: Use, *texts: str, tools: str | None = None) -> tuple[Any, Session, Says]:
+def play(
+    log: Log,
+    use: Use,
+    *texts: str,
+    tools: str | None = None,
+    temperature: float = 1.0,
+    attempt: int = 0,
+    recorded: Sequence[Any] = (),
+) -> tuple[Any, Session, Says]:
     """One rollout of an agent; returns what it made, the finished session and the engine."""
     if tools is not None:
         pytest.importorskip("vllm")
@@ -51,14 +60,15 @@ def play(log: Log, use: Use, *texts: str, tools: str | None = None) -> tuple[Any
             tokenizer=TOKENIZER,
             parser=ReplyParser(TOKENIZER, tools, None),
             new_capture=lambda: Capture(renderer),
-            sampling=Sampling(max_tokens=400),
+            sampling=Sampling(max_tokens=400, temperature=temperature),
             window=4096,
             partial_tokens=1000,
         )
         a = Assignment(
-            group_id="train-0", rollout_id="train-0/0", attempt=0, purpose="train", prompt={}
+            group_id="train-0", rollout_id="train-0/0", attempt=attempt, purpose="train", prompt={}
         )
-        session = Session(desk, a, 60)
+        session = Session(desk, a, 60, recorded)
+        session.recorded = Recorded(recorded)
         running = await serve({session.token: session})
         try:
             made = await use(session, engine, running)
@@ -266,6 +276,35 @@ def test_a_stop_string_is_sampled_recorded_and_not_said(log: Log, stream: bool) 
     (one, two), _, _ = play(log, use, "one<STOP>", "two<STOP> ")
     assert one == ("stop_sequence", "<STOP>", "one") and two == "two"
     assert [sampled_text(r) for r in rows(log)] == ["one<STOP>", "two<STOP> "]
+
+
+@pytest.mark.parametrize(("temperature", "asked"), [(1.0, 1), (0.7, 2)])
+def test_recorded_replies_of_another_temperature_are_not_used(
+    log: Log, temperature: float, asked: int
+) -> None:
+    """A branch has one temperature, so the attempt begins anew when the run's has changed."""
+    second: list[Any] = [{"role": "assistant", "content": "one"}, {"role": "user", "content": "B?"}]
+
+    async def use(turns: int, session: Session, running: Running) -> None:
+        client = of_openai(session, running)
+        for messages in ([USER], [USER, *second])[:turns]:
+            await client.chat.completions.create(model="policy", messages=messages)
+
+    play(log, lambda s, _, running: use(1, s, running), "one")
+    (first,) = rows(log)
+    _, _, engine = play(
+        log,
+        lambda s, _, running: use(2, s, running),
+        *["one", "two"][-asked:],
+        temperature=temperature,
+        attempt=1,
+        recorded=log.rows([make.ref(first["writer"], first["seq"], first["row"])]),
+    )
+    again = [r for r in rows(log) if r["attempt"] == 1]
+    assert [r["sampling"]["temperature"] for r in again] == [temperature] * 2
+    assert [r["source_attempt"] for r in again] == [0 if asked == 1 else None, None]
+    ((counts,),) = log.sql("select counts from rollouts where attempt = 1").fetchall()
+    assert counts["regenerated"] == (0 if asked == 1 else sum(first["sampled"]))
 
 
 def test_usage_counts_what_the_engine_saw(log: Log) -> None:
