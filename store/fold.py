@@ -4,6 +4,7 @@ It holds scalars only, never tokens, and forgets a group once it is settled, so 
 grow with the run. Everything here can be thrown away and rebuilt from the log.
 """
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,7 +16,7 @@ from molt.schemas.columns import Row, to_rows
 from molt.schemas.records import Ref, Version
 from molt.store.branches import Branch, branches, tips
 from molt.store.commit import Commit
-from molt.store.control import Record
+from molt.store.control import Lineage, Record
 from molt.store.files import STORE
 from molt.store.tail import Tail
 
@@ -45,6 +46,8 @@ COLUMNS = {
 COMMITS_AT_ONCE = 64
 """Commits in memory at a time, however much of a log is new."""
 STREAMS = frozenset({"prompts", "segments", "rollouts", "rewards", "routing"})
+GROUP_ID = re.compile(r"([^/]+)-(0|[1-9][0-9]{0,17})")
+"""Purpose and ordinal. What bears another name belongs to no group, and is passed over."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,16 +75,23 @@ class Attempt:
     outcome: Row | None = None
     rewards: dict[tuple[Any, ...], tuple[int, float | None, Ref]] = field(default_factory=dict)
     """(segment, token, name) -> (revision, value, address); the highest revision wins."""
-    said: dict[tuple[Any, ...], float | None] = field(default_factory=dict)
-    """(segment, token, name, revision) -> value; another value is a conflict."""
+    said: dict[tuple[Any, ...], Any] = field(default_factory=dict)
+    """(segment, token, name, revision) -> value, (is pending,) -> (status, chain digest): another
+    one is a conflict."""
     routing: list[Ref] = field(default_factory=list)
     conflict: bool = False
+    dropped: str | None = None
+    """Why a drop record took the rollout out of its group."""
 
     def versions(self) -> set[Version]:
         return {v for s in self.segments.values() for v, _ in s.runs}
 
+    def has_parents(self) -> bool:
+        """True if no segment lacks its parent; only then there are chains."""
+        return all(s.parent is None or s.parent in self.segments for s in self.segments.values())
+
     def branches(self) -> list[Branch]:
-        return branches(self.segments)
+        return branches(self.segments) if self.has_parents() else []
 
     @property
     def n_sampled(self) -> int:
@@ -93,21 +103,27 @@ class Attempt:
 
     def is_finished(self) -> bool:
         """Closed, with every segment that its outcome names; pending closes by a reward."""
-        if self.conflict:
+        if self.conflict or self.dropped is not None:
             return True
         if self.outcome is None or len(self.segments) < self.outcome["n_segments"]:
             return False
         return self.outcome["status"] != "pending" or bool(self.rewards)
 
+    def is_unscored(self) -> bool:
+        """Played to its end, and its outcome only waits for a reward."""
+        pending = self.outcome is not None and self.outcome["status"] == "pending"
+        return pending and not self.is_finished() and self.is_whole()
+
     def is_whole(self) -> bool:
         """True if the outcome's chain digest is that of the segments."""
-        if self.outcome is None:
+        if self.outcome is None or not self.has_parents():
             return False
         return bool(self.chain_digest() == self.outcome["chain_digest"])
 
     def chain_digest(self) -> bytes:
-        """Digest of the segments that are visible."""
-        return chain_digest([self.segments[t].digest for t in tips(self.segments)])
+        """Digest of the segments that are visible; of none if they make no chains."""
+        found = tips(self.segments) if self.has_parents() else []
+        return chain_digest([self.segments[t].digest for t in found])
 
 
 @dataclass(slots=True, kw_only=True)
@@ -153,6 +169,9 @@ class Fold:
     """
 
     def __init__(self, tail: Tail) -> None:
+        self._begin(tail)
+
+    def _begin(self, tail: Tail) -> None:
         self.tail = tail
         tail.commits_max = COMMITS_AT_ONCE
         tail.skip_retired = True  # what retires belongs to settled groups, and those are forgotten
@@ -165,28 +184,37 @@ class Fold:
         self.first_probe: Row | None = None
         self.last_step = 0
         self.last_planned = 0
+        self.dropped: dict[str, dict[str, str]] = {}
+        """group_id -> rollout_id -> reason, of groups that are not settled."""
         self._orphans: dict[str, list[tuple[str, Row, Ref]]] = {}
 
     def update(self) -> list[Record]:
         """Fold in everything that is newly visible: control records first, then data rows.
 
-        Returns the control records, those of abandoned lineages too.
+        Returns the control records, those of abandoned lineages too. An epoch that takes records
+        out of the lineage which were folded already makes it begin again.
         """
-        found = []
+        found: list[Record] = []
+        first = self.tail.next_n
         self.tail.more = True
         while self.tail.more:
+            before, end = self.tail.lineage, self.tail.next_n - 1
             records, commits = self.tail.poll()
+            if self.tail.lineage is not before and not _goes_on(before, self.tail.lineage, end):
+                self._begin(_again(self.tail))
+                found, self.tail.more = [], True
+                continue
             for record in records:
                 if self.tail.lineage.holds(record.n):
                     self._control(record)
             for commit in commits:
                 self._data(commit)
-            found += records
+            found += [record for record in records if record.n >= first]
         return found
 
     def is_settled(self, group_id: str) -> bool:
-        purpose, _, ordinal = group_id.rpartition("-")
-        return int(ordinal) in self.settled.get(purpose, Ordinals())
+        name = GROUP_ID.fullmatch(group_id)
+        return name is not None and int(name[2]) in self.settled.get(name[1], Ordinals())
 
     def open_groups(self, purpose: str) -> list[Group]:
         """Issued and not settled, by ordinal."""
@@ -197,8 +225,15 @@ class Fold:
         return all(self.finished(group, r) is not None for r in group.rollout_ids())
 
     def finished(self, group: Group, rollout_id: str) -> Attempt | None:
-        """The lowest finished attempt of this lineage; None while there is none."""
+        """The lowest finished attempt of this lineage; None while there is none.
+
+        Of a rollout that was dropped nothing counts: an attempt without rows stands for it.
+        """
         attempts = group.attempts.get(rollout_id, {})
+        reason = self.dropped.get(group.group_id, {}).get(rollout_id)
+        if reason is not None:
+            newest = max(_next_attempt(group, rollout_id) - 1, 0)
+            return Attempt(rollout_id=rollout_id, attempt=newest, dropped=reason)
         for number in sorted(attempts):
             if attempts[number].is_finished() and self.in_lineage(attempts[number]):
                 return attempts[number]
@@ -228,12 +263,17 @@ class Fold:
             self._settle({r["group_id"] for r in record.rows})
         elif record.kind == "drop":
             self._settle({r["group_id"] for r in record.rows if r["rollout_id"] is None})
+            for r in record.rows:
+                if r["rollout_id"] is not None and not self.is_settled(r["group_id"]):
+                    of_group = self.dropped.setdefault(r["group_id"], {})
+                    of_group.setdefault(r["rollout_id"], r["reason"])
 
     def _settle(self, group_ids: set[str]) -> None:
         for group_id in group_ids:
-            purpose, _, ordinal = group_id.rpartition("-")
-            self.settled.setdefault(purpose, Ordinals()).add(int(ordinal))
-            self.groups.pop(group_id, None)
+            if (name := GROUP_ID.fullmatch(group_id)) is not None:
+                self.settled.setdefault(name[1], Ordinals()).add(int(name[2]))
+            for known in (self.groups, self.dropped, self._orphans):
+                known.pop(group_id, None)
 
     def forget(self, group_id: str) -> None:
         """Settle a group that no control record settles (evaluation)."""
@@ -248,6 +288,8 @@ class Fold:
 
     def _row(self, stream: str, row: Row, ref: Ref) -> None:
         group_id = row["group_id"] if "group_id" in row else row["rollout_id"].rpartition("/")[0]
+        if not _is_named(group_id, row):
+            return
         if stream == "prompts":
             newest = max(self.next_ordinal.get(row["purpose"], 0), row["ordinal"] + 1)
             self.next_ordinal[row["purpose"]] = newest
@@ -294,10 +336,13 @@ class Fold:
             found = attempt.rewards.get(key)
             if found is None or row["revision"] > found[0]:
                 attempt.rewards[key] = (row["revision"], row["value"], ref)
-        elif attempt.outcome is None or attempt.outcome["status"] == "pending":
-            attempt.outcome = row
-        elif attempt.outcome["chain_digest"] != row["chain_digest"]:
-            attempt.conflict = True
+        else:
+            ended = (row["status"], row["chain_digest"])
+            attempt.conflict |= (
+                attempt.said.setdefault((row["status"] == "pending",), ended) != ended
+            )
+            if attempt.outcome is None or attempt.outcome["status"] == "pending":
+                attempt.outcome = row
 
     def _segment(self, attempt: Attempt, row: Row, ref: Ref) -> None:
         known = attempt.segments.get(row["segment"])
@@ -320,17 +365,51 @@ class Fold:
         )
 
 
+def _again(tail: Tail) -> Tail:
+    """A tail like this one, at the log's beginning; this one is closed."""
+    tail.close()
+    return Tail(
+        tail.log,
+        streams=tail.streams,
+        columns=tail.columns,
+        on_corrupt=tail.on_corrupt,
+        gap_s_max=tail.gap_s_max,
+        register=tail.register,
+        register_s=tail.register_s,
+        clock=tail.clock,
+    )
+
+
+def _goes_on(before: Lineage, after: Lineage, end: int) -> bool:
+    """True if `after` holds all that `before` held of the records up to number `end`."""
+    last = (end if b is None else min(b, end) for _, b in before.spans.values())
+    return all(map(after.holds, last))
+
+
+def _is_named(group_id: str, row: Row) -> bool:
+    """False for a row whose names are of no group, or contradict each other."""
+    if "ordinal" in row:
+        return bool(group_id == f"{row['purpose']}-{row['ordinal']}")
+    own = row["rollout_id"].rpartition("/")[0]
+    return bool(own == group_id) and GROUP_ID.fullmatch(group_id) is not None
+
+
 def unsettled(fold: Fold, purpose: str) -> Iterator[tuple[Group, list[tuple[str, int]]]]:
     """What a new epoch must issue again: (group, [(rollout_id, next attempt)]).
 
-    Finished rollouts of the lineage are kept; every other rollout of an issued group gets a new
-    attempt. Groups that lack nothing are not listed.
+    Rollouts of the lineage that are finished, or wait for a reward alone, are kept; every other
+    rollout of an issued group gets a new attempt. Groups that lack nothing are not listed.
     """
+
+    def is_played(group: Group, rollout_id: str) -> bool:
+        attempts = group.attempts.get(rollout_id, {}).values()
+        return any(a.is_unscored() and fold.in_lineage(a) for a in attempts)
+
     for group in fold.open_groups(purpose):
         again = [
             (r, _next_attempt(group, r))
             for r in group.rollout_ids()
-            if fold.finished(group, r) is None
+            if fold.finished(group, r) is None and not is_played(group, r)
         ]
         if again:
             yield group, again

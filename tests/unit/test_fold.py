@@ -1,6 +1,7 @@
 """The fold: finished, in flight, settled, re-issued; each from a real log."""
 
 import factories as make
+import forge
 import pytest
 
 from molt.schemas.records import Version
@@ -168,9 +169,9 @@ def test_settled_history_is_not_held(log: Log, w: Writer) -> None:
 def test_the_fold_and_sql_agree_on_what_two_writers_said_twice(log: Log) -> None:
     """Equal rows count once; segments, outcomes or rewards that differ are a conflict."""
     with log.writer(linger_s=60) as a, log.writer(linger_s=60) as b:
-        a.append("prompts", make.prompt(0, n=4))
+        a.append("prompts", make.prompt(0, n=5))
         a.flush()
-        for i in range(4):
+        for i in range(5):
             for w in (a, b):
                 other = w is b
                 row = make.segment(
@@ -179,14 +180,14 @@ def test_the_fold_and_sql_agree_on_what_two_writers_said_twice(log: Log) -> None
                 w.append("segments", row)
                 w.append("rewards", make.reward(f"train-0/{i}", 0.5 if other and i == 2 else 1.0))
                 w.append("rewards", make.reward(f"train-0/{i}", 2.0, revision=1))
-                status = "truncated" if other and i == 3 else "ok"
+                status = "truncated" if other and i >= 3 else "ok"
                 digest = make.segment(ids=[7 if other and i == 3 else 8])["digest"]
                 tips = [digest] if i == 3 else [row["digest"]]
                 w.append("rollouts", make.rollout(f"train-0/{i}", status=status, digests=tips))
                 w.flush()
     fold = fold_of(log)
-    attempts = {i: fold.groups["train-0"].attempts[f"train-0/{i}"][0] for i in range(4)}
-    assert [attempts[i].conflict for i in range(4)] == [False, True, True, True]
+    attempts = {i: fold.groups["train-0"].attempts[f"train-0/{i}"][0] for i in range(5)}
+    assert [attempts[i].conflict for i in range(5)] == [False, True, True, True, True]
     assert attempts[0].rewards[None, None, "score"][:2] == (1, 2.0)
     for stream, n in (("segments", 1), ("rollouts", 1), ("rewards", 2)):
         found = log.sql(f"select rollout_id from {stream}").fetchall()
@@ -199,3 +200,107 @@ def test_a_fold_in_small_pieces_is_the_same(tiny: Log, monkeypatch) -> None:
     pieces = fold_of(tiny)
     assert pieces.groups == whole.groups and pieces.settled == whole.settled
     assert pieces.policies == whole.policies and pieces.last_step == whole.last_step
+
+
+BAD = ["foo", "", "train-0", "x/0", "train/0", "train-x/0", "train-1.5/0", "train-00/0", "/0"]
+BAD += ["train-0/0/1", "train-\u0660/0", "-1/0"]
+
+
+@pytest.mark.parametrize(
+    ("rollout_id", "group_id"),
+    [(r, r.rpartition("/")[0]) for r in BAD] + [("train-0/0", "train-9")],
+)
+def test_rows_of_no_group_are_passed_over(
+    log: Log, w: Writer, rollout_id: str, group_id: str
+) -> None:
+    """Whatever a durable row calls itself, the others are folded."""
+    w.append("prompts", make.prompt(0, n=1))
+    w.append("prompts", make.prompt(5, n=1))
+    make.append_rollout(w, "train-0/0")
+    make.append_rollout(w, "train-5/0")
+    new = {"rollout_id": rollout_id, "group_id": group_id}
+
+    def rename(row: make.Row) -> make.Row:
+        own = row.get("rollout_id", row.get("group_id"))
+        return (
+            row | {k: v for k, v in new.items() if k in row} if own.startswith("train-5") else row
+        )
+
+    for stream in ("prompts", "segments", "rewards", "rollouts"):
+        forge.rewrite_all(log, stream, rename)
+    fold = fold_of(log)
+    assert [g.group_id for g in make.closed_groups(fold)] == ["train-0"] == list(fold.groups)
+    assert set(fold.groups["train-0"].attempts) == {"train-0/0"} and not fold._orphans
+    assert fold.next_ordinal == {"train": 1} and not fold.is_settled(group_id)
+
+
+def test_a_rollout_that_waits_for_its_reward_alone_is_not_issued_again(log: Log, w: Writer) -> None:
+    w.append("prompts", make.prompt(0, n=4))
+    for i in range(4):
+        row = make.segment(rollout_id=f"train-0/{i}", version=7 if i == 3 else 0)
+        if i != 1:
+            w.append("segments", row)
+        digests = [b"y" * 32 if i == 2 else row["digest"]]
+        w.append("rollouts", make.rollout(f"train-0/{i}", status="pending", digests=digests))
+    w.flush()
+    fold = fold_of(log)
+    again = [("train-0/1", 1), ("train-0/2", 1), ("train-0/3", 1)]
+    assert [found for _, found in unsettled(fold, "train")] == [again], "rows lack, or do not count"
+    w.append("rewards", make.reward("train-0/0"))
+    w.flush()
+    fold.update()
+    assert fold.finished(fold.groups["train-0"], "train-0/0") is not None
+
+
+@pytest.mark.parametrize("first", ["drop", "rows"])
+def test_a_dropped_rollout_counts_as_finished_and_nothing_of_it_does(
+    log: Log, w: Writer, first: str
+) -> None:
+    """Seen before or after the rows; one that was never played, too."""
+    fold = Fold(log.tail(streams=STREAMS, columns=COLUMNS))
+    rows = [make.drop_row("train-0", "hung", f"train-0/{i}") for i in (1, 2)]
+    if first == "drop":
+        log.control.put("drop", rows, {})
+        fold.update()
+    w.append("prompts", make.prompt(0, n=3))
+    make.append_rollout(w, "train-0/0")
+    make.append_rollout(w, "train-0/1", attempt=1, version=7)
+    fold.update()
+    if first == "rows":
+        assert [a for _, a in unsettled(fold, "train")] == [[("train-0/1", 2), ("train-0/2", 1)]]
+        log.control.put("drop", rows, {})
+        fold.update()
+    (group,) = make.closed_groups(fold)
+    assert list(unsettled(fold, "train")) == []
+    found = [fold.finished(group, r) for r in group.rollout_ids()]
+    assert [(a.attempt, a.dropped, len(a.segments)) for a in found if a] == [
+        (0, None, 1),
+        (1, "hung", 0),
+        (0, "hung", 0),
+    ]
+    log.control.put("drop", [make.drop_row("train-0")], {})
+    log.control.put("drop", rows, {})
+    fold.update()
+    assert not fold.groups and not fold.dropped, "of settled groups nothing is held"
+
+
+def test_a_fold_follows_an_epoch_that_goes_back(log: Log, w: Writer) -> None:
+    """What the new lineage has not is as if it had never been read."""
+    for k in range(3):
+        w.append("prompts", make.prompt(k, n=1))
+    refs = [make.append_rollout(w, f"train-{k}/0") for k in range(3)]
+    fold = Fold(log.tail(streams=STREAMS, columns=COLUMNS))
+    rows = [make.plan_row(f"train-{k}/0", refs[k]) for k in range(3)]
+    cut = log.control.put("plan", rows[:1], make.plan_header(1))
+    log.control.put("plan", rows[1:2], make.plan_header(2))
+    fold.update()
+    make.open_epoch(log)
+    assert [r.kind for r in fold.update()] == ["epoch"] and fold.last_planned == 2
+    tail = fold.tail
+    make.open_epoch(log, parent_epoch=1, cut=cut)
+    assert [r.kind for r in fold.update()] == ["epoch"] and fold.tail is not tail
+    again = fold_of(log)
+    assert fold.groups == again.groups and list(again.groups) == ["train-1", "train-2"]
+    assert fold.last_planned == 1 == again.last_planned and fold.settled == again.settled
+    log.control.put("plan", rows[1:2], make.plan_header(2))
+    assert [r.kind for r in fold.update()] == ["plan"] and list(fold.groups) == ["train-2"]
