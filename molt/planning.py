@@ -66,9 +66,14 @@ def finished(fold: Fold, group: Group) -> list[Attempt]:
 
 
 def oldest_version(fold: Fold, group: Group, default: int) -> int:
-    """The oldest version that sampled a token of a finished rollout of this group."""
-    versions = (v.version for a in finished(fold, group) for v in a.versions())
-    return min(versions, default=default)
+    """The oldest version that sampled a token of this group: of each rollout the attempt that
+    counts, or until there is one the newest of the lineage, whose tokens a resumed one begins with.
+    """
+    found = finished(fold, group)
+    for rollout_id in {*group.rollout_ids()} - {a.rollout_id for a in found}:
+        known = group.attempts.get(rollout_id, {})
+        found += [a for _, a in sorted(known.items()) if fold.in_lineage(a)][-1:]
+    return min((v.version for a in found for v in a.versions()), default=default)
 
 
 def progress(fold: Fold, group: Group, max_tokens: int) -> float:
@@ -88,7 +93,7 @@ def plan_group(fold: Fold, group: Group, step: int, config: Config) -> list[Plan
     assert len(attempts) == group.n, f"{group.group_id} is not closed"
     scored = [reward_of(a, config.reward) for a in attempts]
     rewards = [
-        None if _excluded(a) else reward for a, (reward, _) in zip(attempts, scored, strict=True)
+        None if excluded(a) else reward for a, (reward, _) in zip(attempts, scored, strict=True)
     ]
     reason = _drop_reason(attempts, rewards, step, config.algo)
     if reason:
@@ -124,10 +129,15 @@ def too_old(attempts: Sequence[Attempt], step: int, algo: AlgoConfig) -> bool:
     return any(decide(lag_max(a, step), algo.max_lag, algo.lag) == "drop" for a in attempts)
 
 
-def _excluded(attempt: Attempt) -> bool:
-    assert attempt.outcome is not None
-    failed = attempt.outcome["status"] in ("failed", "aborted")
-    return failed or attempt.conflict or not attempt.is_whole()
+def excluded(attempt: Attempt) -> str | None:
+    """Why a rollout that has ended is not in the baseline, whatever its rewards; None if it is."""
+    if attempt.dropped is not None:
+        return f"dropped: {attempt.dropped}"
+    if attempt.conflict or attempt.outcome is None:
+        return "conflict"
+    if attempt.outcome["status"] in ("failed", "aborted"):
+        return str(attempt.outcome["reason"])
+    return None if attempt.is_whole() else "the segments are not those of the outcome"
 
 
 def _drop_reason(
@@ -135,7 +145,7 @@ def _drop_reason(
 ) -> str | None:
     known = [r for r in rewards if r is not None]
     if not known:
-        reasons = Counter(str((a.outcome or {}).get("reason")) for a in attempts)
+        reasons = Counter(excluded(a) or str((a.outcome or {}).get("reason")) for a in attempts)
         return f"no reward: {reasons.most_common(1)[0][0]}"
     if too_old(attempts, step, algo):
         return "lag"

@@ -104,13 +104,17 @@ def _attempt(rows: dict[str, list[Row]], number: int) -> Row:
         [r for r in rows[view] if r["attempt"] == number] for view in PLAYED
     )
     names = "status reason seconds n_segments"
-    told = {(s["segment"], s["digest"]) for s in segments}
-    digests = {r["chain_digest"] for r in outcomes if r["status"] != "pending"}
+    told = {(("segment", s["segment"]), s["digest"]) for s in segments}
+    told |= {
+        (("pending", r["status"] == "pending"), (r["status"], r["chain_digest"])) for r in outcomes
+    }
+    names_of = ("segment", "token", "name", "revision")
+    told |= {(tuple(r[k] for k in names_of), r["value"]) for r in rewards}
     return {
         "attempt": number,
         **(_pick(outcomes[-1], names) if outcomes else dict.fromkeys(names.split())),
         "abandoned": any(s["abandoned"] for s in segments),
-        "conflict": len(digests) > 1 or len(told) > len({segment for segment, _ in told}),
+        "conflict": len(told) > len({name for name, _ in told}),
         "turns": [_turn(s) for s in segments],
         "rewards": [_pick(r, "name segment token value revision source") for r in rewards],
     }
@@ -202,7 +206,11 @@ def _planned(page: Row, plan: Row) -> str:
     others = [a["attempt"] for a in page["attempts"] if a["attempt"] != plan["attempt"]]
     note = f"; attempt(s) {others} are superseded" if others else ""
     if plan["decision"] == "baseline_only":
-        if tried is not None and tried["status"] in ("failed", "aborted"):
+        if page["drops"]:
+            cause = f"it was dropped ({page['drops'][0]})"
+        elif tried is not None and tried["conflict"]:
+            cause = "two writers tell it differently (conflict)"
+        elif tried is not None and tried["status"] in ("failed", "aborted"):
             cause = f"it {tried['status']} ({tried['reason']})"
         elif plan["reward"] is None:
             cause = "it has no reward"

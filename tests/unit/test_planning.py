@@ -7,7 +7,7 @@ import factories as make
 import pytest
 
 from molt.config import Config, load
-from molt.planning import Drop, groups_to_issue, plan_group
+from molt.planning import Drop, groups_to_issue, oldest_version, plan_group
 from molt.store import Log, Writer
 from molt.store.fold import COLUMNS, STREAMS, Fold
 
@@ -198,3 +198,76 @@ def test_masked_rollouts_stay_in_the_baseline(log: Log, w: Writer) -> None:
         ("mask", -0.5, 3),
         ("mask", 0.5, 3),
     ]
+
+
+@pytest.mark.parametrize("what", ["segments", "rewards", "parent"])
+def test_a_contradicted_rollout_is_excluded_and_the_run_goes_on(log: Log, what: str) -> None:
+    """Before its outcome, or without the parent of what the outcome names."""
+    with log.writer(linger_s=60) as a, log.writer(linger_s=60) as b:
+        a.append("prompts", make.prompt(0, n=3))
+        for i in range(2):
+            make.append_rollout(a, f"train-0/{i}", value=float(i))
+        child = make.segment(rollout_id="train-0/2", segment=1, parent=0, keep=3)
+        if what == "segments":
+            a.append("segments", make.segment(rollout_id="train-0/2"))
+            b.append("segments", make.segment(rollout_id="train-0/2", ids=[7, 8, 9]))
+            b.append("segments", {**child, "segment": 3, "parent": 2})
+        elif what == "rewards":
+            a.append("rewards", make.reward("train-0/2", 1.0))
+            b.append("rewards", make.reward("train-0/2", 0.0))
+        else:
+            a.append("segments", child)
+            a.append("rewards", make.reward("train-0/2", 1.0))
+            a.append("rollouts", make.rollout("train-0/2", digests=[child["digest"]]))
+    rows = planned(log)
+    assert [(r.in_baseline, r.decision) for r in rows] == [
+        (True, "train"),
+        (True, "train"),
+        (False, "baseline_only"),
+    ]
+    assert [r.advantage for r in rows] == [-0.5, 0.5, 0.0]
+    log.control.put("plan", rows, make.plan_header(1))
+
+
+def test_a_group_of_conflicts_is_dropped_with_that_reason(log: Log) -> None:
+    with log.writer(linger_s=60) as a, log.writer(linger_s=60) as b:
+        a.append("prompts", make.prompt(0, n=1))
+        for w, ids in ((a, [1, 2]), (b, [1, 3])):
+            w.append("segments", make.segment(ids=ids))
+    assert planned(log).reason == "no reward: conflict"
+
+
+def test_a_dropped_rollout_is_in_the_plan_and_not_in_the_baseline(log: Log, w: Writer) -> None:
+    """Nothing of it counts, its lag neither."""
+    w.append("prompts", make.prompt(0, n=4))
+    for i, value in ((0, 1.0), (1, 0.0), (2, 9.0)):
+        log.control.put("policy", [make.policy(1, 5)])
+        make.append_rollout(w, f"train-0/{i}", value=value, version=0 if i == 2 else 5)
+    rows = [make.drop_row("train-0", "bad tool", f"train-0/{i}") for i in (2, 3)]
+    log.control.put("drop", rows, {})
+    found = planned(log, step=6)
+    assert [r.in_baseline for r in found] == [True, True, False, False]
+    assert [r.advantage for r in found] == [0.5, -0.5, 0.0, 0.0]
+    assert [r.decision for r in found] == ["train", "train", "baseline_only", "baseline_only"]
+    assert [(r.branches, r.lag_max) for r in found[2:]] == [((), None)] * 2
+    more = [make.drop_row("train-0", "bad tool", f"train-0/{i}") for i in (0, 1)]
+    log.control.put("drop", more, {})
+    assert planned(log, step=6).reason == "no reward: dropped: bad tool"
+
+
+def test_the_oldest_version_is_that_of_copied_tokens_too(log: Log, w: Writer) -> None:
+    """Of a finished rollout its own attempt's, else the newest one's that is in the lineage."""
+    for version in (2, 3, 4):
+        log.control.put("policy", [make.policy(1, version)])
+    w.append("prompts", make.prompt(0, n=3))
+    for i, attempt, version in ((0, 0, 2), (0, 1, 3), (1, 0, 0), (2, 0, 3), (2, 1, 9)):
+        row = make.segment(rollout_id=f"train-0/{i}", attempt=attempt, version=version)
+        w.append("segments", row)
+    make.append_rollout(w, "train-0/1", attempt=1, version=4)
+    fold = Fold(log.tail(streams=STREAMS, columns=COLUMNS))
+    fold.update()
+    assert oldest_version(fold, fold.groups["train-0"], 7) == 3
+    w.append("segments", make.segment(rollout_id="train-0/0", attempt=2, version=0))
+    w.flush()
+    fold.update()
+    assert oldest_version(fold, fold.groups["train-0"], 7) == 0

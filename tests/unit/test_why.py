@@ -81,6 +81,25 @@ def test_failed_conflicting_waiting_and_equal(log: Log) -> None:
     assert "but it failed (boom)" in verdict(log, "train-4/0")
 
 
+def test_excluded_rollouts_of_a_planned_group(log: Log) -> None:
+    """Contradicted in their status or a reward alone, or dropped."""
+    with log.writer(linger_s=60) as w:
+        w.append("prompts", make.prompt(0, n=3))
+        for i in range(3):
+            make.append_rollout(w, f"train-0/{i}")
+    with log.writer(linger_s=60) as w:
+        ((digest,),) = log.sql("select distinct chain_digest from rollouts").fetchall()
+        again = make.rollout("train-0/0", status="truncated", chain_digest=digest)
+        w.append("rollouts", again)
+        w.append("rewards", make.reward("train-0/1", 0.0))
+    more = {"decision": "baseline_only", "reward": None, "in_baseline": False, "advantage": 0.0}
+    rows = [{**make.plan_row(f"train-0/{i}", [], **more), "branches": []} for i in range(3)]
+    log.control.put("drop", [make.drop_row("train-0", "bad tool", "train-0/2")], {})
+    log.control.put("plan", rows, make.plan_header(1))
+    for i, cause in enumerate([*["two writers tell it differently"] * 2, "was dropped (bad tool)"]):
+        assert cause in verdict(log, f"train-0/{i}")
+
+
 def test_an_unknown_rollout_names_its_neighbours(tiny: Log) -> None:
     with pytest.raises(ConfigError, match="did you mean train-0/"):
         why(tiny, "train-0/7")
