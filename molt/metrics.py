@@ -43,7 +43,7 @@ def plan_metrics(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def rollout_metrics(trained: Sequence[Outcome], dropped: Sequence[Outcome]) -> dict[str, Any]:
-    """Lengths, truncation and regenerated tokens of the rollouts that a plan settles.
+    """Lengths and truncation of the rollouts that a plan settles, and regenerated tokens of all.
 
     `lengths.trained` and `.issued` are deciles (10 % to 90 %) of the sampled tokens per rollout;
     issued = trained + dropped since the last step. If they differ, long rollouts are being lost.
@@ -57,7 +57,7 @@ def rollout_metrics(trained: Sequence[Outcome], dropped: Sequence[Outcome]) -> d
             "issued": _deciles([*n, *lost]),
         },
         "truncated": sum(o["status"] == "truncated" for o in trained) / max(len(trained), 1),
-        "regenerated_tokens": sum(o["counts"]["regenerated"] for o in trained),
+        "regenerated_tokens": sum(o["counts"]["regenerated"] for o in (*trained, *dropped)),
     }
 
 

@@ -95,6 +95,9 @@ def retrain(
         raise ConfigError(f"ids of different tokenizers cannot be mixed: {tokenizers}")
     with screen.phase("choosing rollouts"):
         found = select(logs, where, dataclasses.asdict(config.reward))
+    if found.left_out:
+        names = ", ".join(found.left_out[:9])
+        screen.say(f"{len(found.left_out)} groups left out, rows of them are retired: {names}")
     steps = n_steps(found.groups, config.data.groups_per_step, passes)
     screen.say(f"{found.n_rollouts} rollouts of {len(found.groups)} groups, {steps} steps")
     config = dataclasses.replace(

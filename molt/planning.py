@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from molt.config import AlgoConfig, Config, RewardConfig
 from molt.replay.lag import decide
+from molt.replay.select import REWARD_MAX
 from molt.schemas.columns import Row
 from molt.schemas.records import PlanBranch, PlanRow, Ref
 from molt.store.fold import Attempt, Fold, Group
@@ -39,18 +40,24 @@ def groups_to_issue(*, planned: int, version: int, unsettled: int, config: Confi
 
 
 def reward_of(attempt: Attempt, config: RewardConfig) -> tuple[float | None, tuple[Ref, ...]]:
-    """The rollout's scalar and the rows it was made of; None if a part cannot be scored."""
+    """The rollout's scalar and the rows it was made of; None if a part cannot be scored.
+
+    A part that counts nothing need not be scored; a scalar above `REWARD_MAX` cannot be trained on.
+    """
     total, refs = 0.0, []
     for (segment, token, name), (_, value, ref) in sorted(
         attempt.rewards.items(), key=lambda item: str(item[0])
     ):
         if (segment is not None or token is not None) and not config.sum_turns:
             continue
+        weight = config.weights.get(name, 1.0)
+        if value is None and weight == 0.0:
+            continue
         refs.append(ref)
         if value is None:
             return None, tuple(refs)
-        total += config.weights.get(name, 1.0) * value
-    return (total if refs else None), tuple(refs)
+        total += weight * value
+    return (total if refs and abs(total) <= REWARD_MAX else None), tuple(refs)
 
 
 def lag_max(attempt: Attempt, step: int) -> int | None:
@@ -145,7 +152,10 @@ def _drop_reason(
 ) -> str | None:
     known = [r for r in rewards if r is not None]
     if not known:
-        reasons = Counter(excluded(a) or str((a.outcome or {}).get("reason")) for a in attempts)
+        unscored = f"a part is missing, null or above {REWARD_MAX:g}"
+        reasons = Counter(
+            excluded(a) or (a.outcome or {}).get("reason") or unscored for a in attempts
+        )
         return f"no reward: {reasons.most_common(1)[0][0]}"
     if too_old(attempts, step, algo):
         return "lag"

@@ -1,7 +1,8 @@
 """Which recorded rollouts an offline run trains on: SQL over the sources, as rows of a plan (I1).
 
 A group is taken whole: rollouts that the condition leaves out stay in its baseline, so an advantage
-means what it meant online. Nothing is copied: rows are named by log, writer, seq and row.
+means what it meant online; a group of which rows are retired is left out, by name. Nothing is
+copied: rows are named by log, writer, seq and row.
 """
 
 import hashlib
@@ -20,7 +21,10 @@ from molt.store.branches import branches, tips
 from molt.store.log import Log
 from molt.store.sql import connect
 
-VIEWS = "prompts segments routing rollouts rewards plans"
+VIEWS = "prompts segments routing rollouts rewards plans drops"
+
+REWARD_MAX = 1e38
+"""A rollout's scalar above it cannot be scored: the trainer computes in float32."""
 
 CANDIDATES = """
 create temp table candidates as
@@ -30,8 +34,9 @@ with newest as (
                                order by revision desc) = 1
 ), scored as (
     select rollout_id, attempt, list(ref order by name, segment, token) as reward_refs,
-           case when bool_and(value is not null) then sum(value * ({weights})) end as reward
-    from newest group by all
+           case when bool_and(value is not null) and abs(sum(value * ({weights}))) <= {reward_max}
+                then sum(value * ({weights})) end as reward
+    from newest where value is not null or ({weights}) <> 0 group by all
 ), sampled as (
     select rollout_id, attempt, sum(n_sampled) as n_sampled, sum(n_tokens) as n_tokens,
            min(list_min(list_transform(version_runs, lambda r: r.version))) as version_min,
@@ -45,6 +50,11 @@ with newest as (
 ), trained as (
     select rollout_id, attempt, max(step) as step, max(advantage) as advantage
     from plans where decision <> 'baseline_only' group by all
+), ended as (
+    select * from rollouts
+    where status <> 'pending'
+        or (rollout_id, attempt) in (select (rollout_id, attempt) from rewards)
+    qualify row_number() over (partition by rollout_id, attempt order by status = 'pending') = 1
 ), issued as (
     select group_id, min(ordinal) as ordinal, min(purpose) as purpose, min(dataset) as dataset
     from prompts group by all
@@ -53,7 +63,7 @@ select r.group_id, r.rollout_id, r.attempt, r.status, r.reason, r.n_segments, r.
        purpose, ordinal, dataset, reward, n_sampled, n_tokens, version_min,
        version_max, trained.step, advantage, r.run_id, r.chain_digest, segments,
        coalesce(routing, []) as routing, reward_refs
-from (select * from rollouts where status <> 'pending') r
+from (select * from ended anti join drops using (group_id, rollout_id)) r
 left join issued using (group_id)
 left join scored using (rollout_id, attempt)
 left join sampled using (rollout_id, attempt)
@@ -76,6 +86,8 @@ class Selection:
     groups: list[list[Row]]
     n_rollouts: int
     digest: str
+    left_out: list[str]
+    """Groups that fit but for segments which are retired."""
 
 
 def select(logs: Sequence[Log], where: str, reward: Mapping[str, Any]) -> Selection:
@@ -87,8 +99,11 @@ def select(logs: Sequence[Log], where: str, reward: Mapping[str, Any]) -> Select
     nothing fits.
     """
     groups: list[list[Row]] = []
+    left_out: list[str] = []
     for index, log in enumerate(logs, 1):
-        groups += _of_log(log, index, where, reward)
+        found, lost = _of_log(log, index, where, reward)
+        groups += found
+        left_out += lost
     h, n = hashlib.blake2b(digest_size=16), 0
     for row in (row for group in groups for row in group):
         trains = row["decision"] == "train"
@@ -96,14 +111,21 @@ def select(logs: Sequence[Log], where: str, reward: Mapping[str, Any]) -> Select
         h.update(f"{row['rollout_id']}/{row['attempt']}/{trains}/{row['reward']}".encode())
         h.update(row["chain_digest"] or b"")
     if not n:
-        raise ConfigError(f"no rollout fits --where {where!r}; `molt sql` shows what there is")
-    return Selection(groups, n, h.hexdigest())
+        gone = f"; rows of {', '.join(left_out[:9])} are retired" if left_out else ""
+        raise ConfigError(
+            f"no rollout fits --where {where!r}{gone}; `molt sql` shows what there is"
+        )
+    return Selection(groups, n, h.hexdigest(), left_out)
 
 
-def _of_log(log: Log, index: int, where: str, reward: Mapping[str, Any]) -> list[list[Row]]:
+def _of_log(
+    log: Log, index: int, where: str, reward: Mapping[str, Any]
+) -> tuple[list[list[Row]], list[str]]:
+    """Groups, and the names of those that are left out."""
     weights = reward.get("weights") or {}
     cases = " ".join(f"when {_text(name)} then {float(w)!r}" for name, w in weights.items())
     query = CANDIDATES.format(
+        reward_max=REWARD_MAX,
         weights=f"case name {cases} else 1.0 end" if cases else "1.0",
         rollout_level="true" if reward.get("sum_turns") else "segment is null and token is null",
         ref=f"{{'log': {index}, 'writer': writer, 'seq': seq, 'row': \"row\"}}",
@@ -116,11 +138,15 @@ def _of_log(log: Log, index: int, where: str, reward: Mapping[str, Any]) -> list
         raise ConfigError(f"--where {where!r}: {error}") from None
     con.close()
     groups: dict[str, list[Row]] = defaultdict(list)
+    lost: dict[str, None] = {}
     for row in rows:
         segments = {s["segment"]: SimpleNamespace(**s) for s in row["segments"] or []}
-        if _is_whole(row, segments):
+        if len(segments) < row["n_segments"]:
+            lost[row["group_id"]] = None
+        elif _is_whole(row, segments):
             groups[row["group_id"]].append(_plan_row(row, segments))
-    return [g for g in groups.values() if any(r["decision"] == "train" for r in g)]
+    whole = [rows for name, rows in groups.items() if name not in lost]
+    return [g for g in whole if any(r["decision"] == "train" for r in g)], list(lost)
 
 
 def _text(value: str) -> str:

@@ -58,7 +58,8 @@ def advantages(
     `rewards[i]` is None for a rollout that could not be scored: its advantage is 0.0 and it is not
     in the baseline. `in_baseline[i]` says whether rollout i counts in the group's mean (and in its
     standard deviation, the sample one). A group of zero variance gives exactly 0.0 everywhere.
-    Raises ConfigError for an unknown estimator, TrainerError for a reward that is not finite.
+    Raises ConfigError for an unknown estimator, TrainerError for a reward that is not finite and
+    for rewards too large to be averaged.
 
     >>> advantages([1.0, 0.0, 0.0, 1.0], [True] * 4)
     [0.5, -0.5, -0.5, 0.5]
@@ -74,8 +75,14 @@ def advantages(
     baseline = [r for r, b in zip(rewards, members, strict=True) if b and r is not None]
     if zero_variance(rewards) or not baseline:
         return [0.0] * len(rewards)
-    values = ESTIMATORS[name]([r or 0.0 for r in rewards], baseline, members)
-    if std_normalize:
-        scale = statistics.stdev(baseline) + TOLERANCE if len(baseline) > 1 else 1.0
-        values = [value / scale for value in values]
+    try:
+        values = ESTIMATORS[name]([r or 0.0 for r in rewards], baseline, members)
+        if std_normalize:
+            scale = statistics.stdev(baseline) + TOLERANCE if len(baseline) > 1 else 1.0
+            values = [value / scale for value in values]
+    except OverflowError:
+        worst = max(baseline, key=abs)
+        raise TrainerError(
+            f"rewards like {worst:g} are too large to be averaged: scale them down"
+        ) from None
     return [0.0 if r is None else value for r, value in zip(rewards, values, strict=True)]

@@ -104,6 +104,9 @@ def test_division_by_the_standard_deviation_is_an_option() -> None:
 def test_bad_rewards_and_names_are_refused() -> None:
     with pytest.raises(TrainerError, match="group member 1"):
         advantages([1.0, float("nan")], [True, True])
+    for name in ESTIMATORS:
+        with pytest.raises(TrainerError, match=r"1\.7e\+308 are too large"):
+            advantages([1.7e308, 1.6e308], [True, True], name)
     with pytest.raises(ConfigError, match="'ppo'"):
         advantages([1.0], [True], "ppo")
     assert set(ESTIMATORS) == set(LOSSES)

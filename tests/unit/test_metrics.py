@@ -36,6 +36,7 @@ def test_lost_long_rollouts_show_in_the_deciles() -> None:
     assert fair["truncated"] == 0.5 and fair["regenerated_tokens"] == 50
     biased = rollout_metrics(short, long)
     assert biased["lengths"]["trained"][-1] < 20 < 100 <= biased["lengths"]["issued"][-1]
+    assert biased["regenerated_tokens"] == 50, "those of dropped rollouts were sampled twice, too"
     assert rollout_metrics([], [])["lengths"]["mean"] is None
 
 

@@ -271,3 +271,26 @@ def test_the_oldest_version_is_that_of_copied_tokens_too(log: Log, w: Writer) ->
     w.flush()
     fold.update()
     assert oldest_version(fold, fold.groups["train-0"], 7) == 0
+
+
+@pytest.mark.parametrize("values", [[1.7e308, 1.7e308], [1e39], [-1e39], [1e38, 1e38]])
+def test_a_reward_too_large_for_the_trainer_cannot_be_scored(
+    log: Log, w: Writer, values: list[float]
+) -> None:
+    w.append("prompts", make.prompt(0, n=3))
+    for i, value in enumerate([1.0, 0.0, *values[:1]]):
+        if i == 2 and len(values) > 1:
+            w.append("rewards", make.reward("train-0/2", values[1], name="second"))
+        make.append_rollout(w, f"train-0/{i}", value=value)
+    assert [r.advantage for r in planned(log)] == [0.5, -0.5, 0.0]
+    assert planned(log)[2].reward is None
+
+
+def test_a_part_of_weight_0_need_not_be_scored(log: Log, w: Writer) -> None:
+    w.append("prompts", make.prompt(0, n=1))
+    w.append("rewards", make.reward(value=None, name="judge"))
+    make.append_rollout(w, "train-0/0", value=2.0)
+    (row,) = planned(log, conf=config("reward.weights={judge=0.0}"))
+    assert row.reward == 2.0 and len(row.reward_refs) == 1
+    dropped = planned(log)
+    assert dropped.reason == "no reward: a part is missing, null or above 1e+38"

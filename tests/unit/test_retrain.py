@@ -1,5 +1,7 @@
 """What an offline run plans: whole groups that SQL chose, once per pass, in a seeded order."""
 
+import datetime
+import json
 import os
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,8 +12,9 @@ import numpy as np
 import pytest
 
 import molt.recipes
-from molt.config import load
+from molt.config import RewardConfig, load
 from molt.offline import group_advantages
+from molt.planning import finished, reward_of
 from molt.replay.replay import compare
 from molt.replay.retrain import n_steps, passes_over
 from molt.replay.select import select
@@ -19,6 +22,8 @@ from molt.replay.sources import Sources
 from molt.schemas.errors import ConfigError, LogCorrupt
 from molt.schemas.records import Ref
 from molt.store import Log
+from molt.store.fold import COLUMNS, STREAMS, Fold
+from molt.store.retention import retire
 
 REWARD = {"weights": {"score": 2.0}}
 
@@ -98,6 +103,89 @@ def test_a_rollout_that_contradicts_its_outcome_is_left_out(log: Log) -> None:
         w.append("rewards", make.reward("train-0/2", 1.0))
         w.append("rollouts", make.rollout("train-0/2", digests=[bytes(32)]))
     assert set(chosen(log, "true")) == {"train-0/0", "train-0/1"}
+
+
+def test_groups_whose_rows_are_retired_are_left_out_by_name(log: Log) -> None:
+    """Half a group would have another baseline."""
+    writers = [log.writer(linger_s=60) for _ in range(2)]
+    for k in range(3):
+        writers[0].append("prompts", make.prompt(k, n=2 if k < 2 else 1))
+        writers[0].flush()
+    writers[1].append("segments", make.segment(rollout_id="train-2/0", finish_reason="partial"))
+    rows = []
+    for k in range(2):
+        for i, w in enumerate(writers if k == 0 else writers[1:] * 2):
+            who = f"train-{k}/{i}"
+            rows.append(make.plan_row(who, make.append_rollout(w, who, value=float(i))))
+    log.control.put("plan", rows, make.plan_header(1))
+    folder = log.path / "checkpoints" / "1-1"
+    folder.mkdir()
+    marker = {"epoch": 1, "step": 1, "state_digest": "a"}
+    (folder / "COMPLETE").write_text(json.dumps(marker))
+    more = {"path": "checkpoints/1-1", "bytes": 0, "files": []}
+    log.control.put("checkpoint", [{**marker, **more}])
+    assert (len(select([log], "true", {}).groups), select([log], "true", {}).left_out) == (2, [])
+    retire(log, now=datetime.datetime.now(datetime.UTC), dry_run=False)
+    found = select([log], "true", {})
+    assert [[r["rollout_id"] for r in g] for g in found.groups] == [["train-1/0", "train-1/1"]]
+    assert found.left_out == ["train-0"]
+    with pytest.raises(ConfigError, match="rows of train-0 are retired"):
+        select([log], "ordinal = 0", {})
+
+
+def test_a_pending_outcome_counts_once_it_is_scored(log: Log) -> None:
+    """Until there is a final one; another attempt's goes before one that was never scored."""
+    with log.writer(linger_s=60) as w:
+        w.append("prompts", make.prompt(0, n=4))
+        for i in range(4):
+            row = make.segment(rollout_id=f"train-0/{i}")
+            w.append("segments", row)
+            w.append(
+                "rollouts",
+                make.rollout(
+                    f"train-0/{i}", status="pending", n_segments=1, digests=[row["digest"]]
+                ),
+            )
+            if i < 2:
+                w.append("rewards", make.reward(f"train-0/{i}", float(i)))
+        w.append("rollouts", make.rollout("train-0/1", status="failed", reason="late"))
+        make.append_rollout(w, "train-0/3", attempt=1)
+    (group,) = select([log], "true", {}).groups
+    assert [(r["rollout_id"], r["attempt"]) for r in group] == [("train-0/0", 0), ("train-0/3", 1)]
+
+
+def test_a_dropped_rollout_is_left_out_and_its_group_is_not(log: Log) -> None:
+    with log.writer(linger_s=60) as w:
+        w.append("prompts", make.prompt(0, n=3))
+        for i in range(3):
+            make.append_rollout(w, f"train-0/{i}", value=float(i))
+    rows = [make.drop_row("train-0", "bad tool", "train-0/1"), make.drop_row("train-0")]
+    log.control.put("drop", rows, {})
+    assert set(chosen(log, "true", weights={})) == {"train-0/0", "train-0/2"}
+
+
+def test_what_can_be_scored_is_the_same_as_online(log: Log) -> None:
+    """A part of weight 0 need not be scored; a scalar above the limit is none."""
+    parts = [[("score", 1.0), ("judge", None)], [("judge", None)], [("score", 1e39)]]
+    parts += [[("score", 1.7e308), ("more", 1.7e308)], [("score", 1.7e308), ("more", -1.7e308)]]
+    weights = {"judge": 0.0}
+    with log.writer(linger_s=60) as w:
+        w.append("prompts", make.prompt(0, n=len(parts)))
+        for i, named in enumerate(parts):
+            row = make.segment(rollout_id=f"train-0/{i}")
+            w.append("segments", row)
+            for name, value in named:
+                w.append("rewards", make.reward(f"train-0/{i}", value, name=name))
+            w.append("rollouts", make.rollout(f"train-0/{i}", digests=[row["digest"]]))
+    fold = Fold(log.tail(streams=STREAMS, columns=COLUMNS))
+    fold.update()
+    conf = RewardConfig(weights=weights)
+    online = [reward_of(a, conf) for a in finished(fold, fold.groups["train-0"])]
+    assert [reward for reward, _ in online] == [1.0, None, None, None, 0.0]
+    (group,) = select([log], "true", {"weights": weights}).groups
+    found = {int(r["rollout_id"][-1]): r for r in group}
+    assert {i: r["reward"] for i, r in found.items()} == {0: 1.0, 4: 0.0}
+    assert [len(found[i]["reward_refs"]) for i in (0, 4)] == [len(online[i][1]) for i in (0, 4)]
 
 
 def test_wrong_conditions_are_the_users(honest: Log) -> None:
