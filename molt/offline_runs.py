@@ -94,10 +94,11 @@ def retrain(
     if len(set(tokenizers.values())) > 1:
         raise ConfigError(f"ids of different tokenizers cannot be mixed: {tokenizers}")
     with screen.phase("choosing rollouts"):
-        found = select(logs, where, dataclasses.asdict(config.reward))
+        reward, algo = dataclasses.asdict(config.reward), config.algo
+        found = select(logs, where, reward, algo.max_lag, algo.lag)
     if found.left_out:
         names = ", ".join(found.left_out[:9])
-        screen.say(f"{len(found.left_out)} groups left out, rows of them are retired: {names}")
+        screen.say(f"{len(found.left_out)} groups left out: {names}")
     steps = n_steps(found.groups, config.data.groups_per_step, passes)
     screen.say(f"{found.n_rollouts} rollouts of {len(found.groups)} groups, {steps} steps")
     config = dataclasses.replace(

@@ -1,6 +1,7 @@
 """What becomes of a rollout whose tokens are older than the limit: one rule for every reader.
 
-The loop, `molt retrain` and the SQL macro `lag_decision` (store/sql.py) give equal answers.
+The loop, `molt retrain` (by the step that trained a rollout in its own log) and the SQL macro
+`lag_decision` (store/sql.py) give equal answers.
 """
 
 POLICIES = ("wait", "keep", "mask", "drop")

@@ -1,19 +1,20 @@
 """Which recorded rollouts an offline run trains on: SQL over the sources, as rows of a plan (I1).
 
 A group is taken whole: rollouts that the condition leaves out stay in its baseline, so an advantage
-means what it meant online; a group of which rows are retired is left out, by name. Nothing is
-copied: rows are named by log, writer, seq and row.
+means what it meant online; a group of which rows are retired, or that the lag rule drops, is left
+out by name. Nothing is copied: rows are named by log, writer, seq and row.
 """
 
 import hashlib
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
 import duckdb
 
+from molt.replay.lag import decide
 from molt.schemas.check import chain_digest
 from molt.schemas.columns import Row
 from molt.schemas.errors import ConfigError
@@ -87,21 +88,30 @@ class Selection:
     n_rollouts: int
     digest: str
     left_out: list[str]
-    """Groups that fit but for segments which are retired."""
+    """Groups that fit, and why they were not taken: "train-7 (retired)", "train-8 (lag)"."""
 
 
-def select(logs: Sequence[Log], where: str, reward: Mapping[str, Any]) -> Selection:
+def select(
+    logs: Sequence[Log],
+    where: str,
+    reward: Mapping[str, Any],
+    max_lag: int = 0,
+    lag: str = "keep",
+) -> Selection:
     """The groups of `logs` with a rollout that `where` holds for; log i is address i + 1.
 
     `where` may name status, reason, reward, n_segments, n_sampled, n_tokens, version_min,
     version_max, step (that trained it), advantage, purpose, ordinal, dataset, group_id, rollout_id,
-    run_id. `reward` is the configuration's section. ConfigError for a wrong condition, or if
-    nothing fits.
+    run_id. `reward` is the configuration's section, `max_lag` and `lag` its lag rule. The weights
+    trained here are no successors of those that sampled, so the rule is asked of the step that
+    trained a rollout in its own log; what that has not trained has no lag. What is to be masked is
+    not trained at all. ConfigError for a wrong condition, or if nothing fits.
     """
     groups: list[list[Row]] = []
     left_out: list[str] = []
     for index, log in enumerate(logs, 1):
-        found, lost = _of_log(log, index, where, reward)
+        rows = _candidates(log, index, where, reward)
+        found, lost = _groups(rows, lambda of: decide(of, max_lag, lag))
         groups += found
         left_out += lost
     h, n = hashlib.blake2b(digest_size=16), 0
@@ -111,17 +121,14 @@ def select(logs: Sequence[Log], where: str, reward: Mapping[str, Any]) -> Select
         h.update(f"{row['rollout_id']}/{row['attempt']}/{trains}/{row['reward']}".encode())
         h.update(row["chain_digest"] or b"")
     if not n:
-        gone = f"; rows of {', '.join(left_out[:9])} are retired" if left_out else ""
+        gone = f"; left out: {', '.join(left_out[:9])}" if left_out else ""
         raise ConfigError(
             f"no rollout fits --where {where!r}{gone}; `molt sql` shows what there is"
         )
     return Selection(groups, n, h.hexdigest(), left_out)
 
 
-def _of_log(
-    log: Log, index: int, where: str, reward: Mapping[str, Any]
-) -> tuple[list[list[Row]], list[str]]:
-    """Groups, and the names of those that are left out."""
+def _candidates(log: Log, index: int, where: str, reward: Mapping[str, Any]) -> list[Row]:
     weights = reward.get("weights") or {}
     cases = " ".join(f"when {_text(name)} then {float(w)!r}" for name, w in weights.items())
     query = CANDIDATES.format(
@@ -133,20 +140,37 @@ def _of_log(
     con = connect([log], query=VIEWS)
     try:
         con.execute(query)
-        rows = con.sql(CHOSEN.format(where=where)).to_arrow_table().to_pylist()
+        rows: list[Row] = con.sql(CHOSEN.format(where=where)).to_arrow_table().to_pylist()
     except duckdb.Error as error:
         raise ConfigError(f"--where {where!r}: {error}") from None
     con.close()
+    return rows
+
+
+def _groups(
+    rows: Sequence[Row], rule: Callable[[int | None], str]
+) -> tuple[list[list[Row]], list[str]]:
+    """Groups of plan rows, and the names of those that are left out; `rule` of a rollout's lag."""
     groups: dict[str, list[Row]] = defaultdict(list)
-    lost: dict[str, None] = {}
+    lost: dict[str, str] = {}
+    masked: dict[str, str] = {}
     for row in rows:
         segments = {s["segment"]: SimpleNamespace(**s) for s in row["segments"] or []}
+        oldest, step = row["version_min"], row["step"]
+        decision = rule(step - 1 - oldest if None not in (oldest, step) else None)
         if len(segments) < row["n_segments"]:
-            lost[row["group_id"]] = None
+            lost[row["group_id"]] = "retired"
+        elif decision == "drop":
+            lost.setdefault(row["group_id"], "lag")
         elif _is_whole(row, segments):
+            if decision == "mask":
+                row["ok"] = False
+                masked[row["group_id"]] = "lag"
             groups[row["group_id"]].append(_plan_row(row, segments))
-    whole = [rows for name, rows in groups.items() if name not in lost]
-    return [g for g in whole if any(r["decision"] == "train" for r in g)], list(lost)
+    trained = {n for n, g in groups.items() if any(r["decision"] == "train" for r in g)}
+    lost |= {name: why for name, why in masked.items() if name not in trained | lost.keys()}
+    left_out = [f"{name} ({why})" for name, why in lost.items()]
+    return [g for name, g in groups.items() if name in trained - lost.keys()], left_out
 
 
 def _text(value: str) -> str:

@@ -15,6 +15,7 @@ import molt.recipes
 from molt.config import RewardConfig, load
 from molt.offline import group_advantages
 from molt.planning import finished, reward_of
+from molt.replay.lag import POLICIES, decide
 from molt.replay.replay import compare
 from molt.replay.retrain import n_steps, passes_over
 from molt.replay.select import select
@@ -128,8 +129,8 @@ def test_groups_whose_rows_are_retired_are_left_out_by_name(log: Log) -> None:
     retire(log, now=datetime.datetime.now(datetime.UTC), dry_run=False)
     found = select([log], "true", {})
     assert [[r["rollout_id"] for r in g] for g in found.groups] == [["train-1/0", "train-1/1"]]
-    assert found.left_out == ["train-0"]
-    with pytest.raises(ConfigError, match="rows of train-0 are retired"):
+    assert found.left_out == ["train-0 (retired)"]
+    with pytest.raises(ConfigError, match=r"left out: train-0 \(retired\)"):
         select([log], "ordinal = 0", {})
 
 
@@ -162,6 +163,34 @@ def test_a_dropped_rollout_is_left_out_and_its_group_is_not(log: Log) -> None:
     rows = [make.drop_row("train-0", "bad tool", "train-0/1"), make.drop_row("train-0")]
     log.control.put("drop", rows, {})
     assert set(chosen(log, "true", weights={})) == {"train-0/0", "train-0/2"}
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("max_lag", [0, 1, 2])
+def test_the_lag_rule_is_that_of_the_loop(log: Log, max_lag: int, policy: str) -> None:
+    """Groups trained in step 3 on versions 2, 1 and 0, and one that no step trained."""
+    rows = []
+    with log.writer(linger_s=60) as w:
+        for k in range(4):
+            w.append("prompts", make.prompt(k, n=2))
+            for i in range(2):
+                if k and not i:
+                    log.control.put("policy", [make.policy(1, k)])
+                version = 2 - k if k < 3 and i else min(2, k)
+                refs = make.append_rollout(w, f"train-{k}/{i}", value=float(i), version=version)
+                lag = 2 - version
+                if k < 3:
+                    rows.append(make.plan_row(f"train-{k}/{i}", refs, lag_max=lag))
+    log.control.put("plan", rows, make.plan_header(3))
+    rule = {f"train-3/{i}": "train" for i in range(2)}
+    rule |= {r["rollout_id"]: decide(r["lag_max"], max_lag, policy) for r in rows}
+    of = {k: [rule[f"train-{k}/{i}"] for i in range(2)] for k in range(4)}
+    out = [k for k, found in of.items() if "drop" in found or "train" not in found]
+    found = select([log], "true", {}, max_lag, policy)
+    assert found.left_out == [f"train-{k} (lag)" for k in out]
+    assert {r["rollout_id"]: r["decision"] == "train" for g in found.groups for r in g} == {
+        who: decision == "train" for who, decision in rule.items() if int(who[6]) not in out
+    }
 
 
 def test_what_can_be_scored_is_the_same_as_online(log: Log) -> None:
