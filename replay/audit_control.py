@@ -35,6 +35,9 @@ class Fact:
     row: Row = field(default_factory=dict)
     groups: dict[GroupKey, int] = field(default_factory=dict)
     """Settled by this record -> number of its rollouts planned (0: dropped)."""
+    dropped: set[str] = field(default_factory=set)
+    """Of a drop: rollouts that it takes out of their groups. Of a plan: those of its members that
+    an earlier record, of whatever lineage, had taken out."""
 
 
 @dataclass(slots=True)
@@ -47,6 +50,8 @@ class Facts:
     """(epoch, version) -> number of its record."""
     settled: dict[GroupKey, int] = field(default_factory=dict)
     """In the newest lineage: rollouts planned, 0 = dropped."""
+    dropped: set[str] = field(default_factory=set)
+    """In the newest lineage: rollouts that were taken out of their groups."""
     configs: dict[int, Row] = field(default_factory=dict)
     """By epoch."""
 
@@ -62,6 +67,7 @@ def setting(config: Row, key: str, default: Any = None) -> Any:
 def read_facts(log: Log, report: Report) -> Facts:
     """All control records, one in memory at a time; holes and damage are violations of I6."""
     facts, expected = Facts(), 0
+    dropped: set[str] = set()
     numbers = control_numbers(log.path)
     for n in numbers:
         for missing in range(expected, n):
@@ -73,7 +79,7 @@ def read_facts(log: Log, report: Report) -> Facts:
             report.violation("I6", str(error))
             continue
         report.checked["I6"] += 1
-        facts.records.append(_fact(record))
+        facts.records.append(_fact(record, dropped))
         if record.kind == "epoch":
             facts.epochs.append(record)
             facts.configs[record.epoch] = json.loads(record.rows[0]["config"])
@@ -83,19 +89,24 @@ def read_facts(log: Log, report: Report) -> Facts:
     return facts
 
 
-def _fact(record: Record) -> Fact:
+def _fact(record: Record, dropped: set[str]) -> Fact:
+    """`dropped`: rollouts that were taken out of their groups so far; a drop adds its own."""
     row = record.rows[0] if record.rows else {}
     known = {**row, **record.header}
     step = known.get("step", known.get("version")) or 0
     fact = Fact(n=record.n, kind=record.kind, epoch=record.epoch, step=step)
     if record.kind == "plan":
         fact.groups = dict(Counter((log_of(r), r["group_id"]) for r in record.rows))
+        members = (r for r in record.rows if r["in_baseline"] or r["decision"] != "baseline_only")
+        fact.dropped = {r["rollout_id"] for r in members if not log_of(r)} & dropped
         fact.row = {
             "data_pass": record.header["data_pass"],
             "counts": plan_counts(record.rows),
         }
     elif record.kind == "drop":
         fact.groups = {(0, r["group_id"]): 0 for r in record.rows if r["rollout_id"] is None}
+        fact.dropped = {r["rollout_id"] for r in record.rows if r["rollout_id"] is not None}
+        dropped |= fact.dropped
     else:
         fact.row = {k: v for k, v in row.items() if k not in ("sketch", "config", "files")}
     return fact
@@ -118,6 +129,7 @@ def check_lineage(report: Report, facts: Facts, lineage: Lineage) -> None:
             getattr(walk, fact.kind, lambda _: None)(fact)
     if lineage.epoch == lineage.newest_epoch:
         facts.settled = {group: count for (_, group), (_, count) in walk.settled.items()}
+        facts.dropped = set(walk.dropped)
 
 
 class _Walk:
@@ -126,6 +138,8 @@ class _Walk:
     def __init__(self, report: Report, facts: Facts) -> None:
         self.report, self.facts = report, facts
         self.settled: dict[tuple[int, GroupKey], tuple[int, int]] = {}
+        self.dropped: dict[str, int] = {}
+        """Rollout -> record."""
         self.plans: dict[int, Fact] = {}
         self.steps: dict[int, Fact] = {}
         self.weights: dict[int, Fact] = {}
@@ -137,9 +151,15 @@ class _Walk:
         expected = max(self.plans, default=self.start) + 1
         self.report.differ("I4", f"plan record {fact.n}: its step", expected, fact.step)
         self.plans[fact.step] = fact
+        for who in sorted(fact.dropped & self.dropped.keys()):
+            why = (
+                f"record {self.dropped[who]} dropped it, and the plan of step {fact.step} counts it"
+            )
+            self.report.violation("I4", why, rollout=who, expected=self.dropped[who], found=fact.n)
         self._settle(fact, fact.row["data_pass"])
 
     def drop(self, fact: Fact) -> None:
+        self.dropped |= dict.fromkeys(fact.dropped, fact.n)
         self._settle(fact, 0)
 
     def _settle(self, fact: Fact, data_pass: int) -> None:

@@ -187,6 +187,26 @@ def test_a_rollout_twice_in_one_plan(honest: Log) -> None:
     says(violations(honest), "I4", "train-2/0", "lists it twice")
 
 
+@pytest.mark.parametrize("counts", [False, True])
+def test_a_dropped_rollout_that_counts_all_the_same(honest: Log, counts: bool) -> None:
+    """Its row in the plan says that it does not."""
+    make.open_epoch(honest, config=json.dumps(forge.CONFIG))
+    with honest.writer(linger_s=60, routing=forge.SHAPE) as w:
+        for k in (6, 7):
+            w.append("prompts", make.prompt(k, n=2))
+        rows = [forge.play_group(w, k, 3, 4, 0) for k in (6, 7)]
+    honest.control.put("drop", [make.drop_row("train-6", "bad tool", "train-6/1")], {})
+    if not counts:
+        none = {"reward": None, "in_baseline": False, "advantage": 0.0}
+        rows[0][1] |= {**none, "decision": "baseline_only"}
+        rows[0][0] |= {"advantage": 0.0}
+    n = honest.control.put("plan", [*rows[0], *rows[1]], make.plan_header(4))
+    if counts:
+        forge.put_step(honest, n, True)
+    found = [(v["invariant"], v["rollout"], v["found"]) for v in audit(honest).violations]
+    assert found == ([("I4", "train-6/1", n)] if counts else [])
+
+
 def test_a_rollout_left_out_of_its_groups_plan(honest: Log) -> None:
     path = forge.control(honest, "plan", 2)[0]
     forge.rewrite(path, lambda r: None if r["rollout_id"] == "train-3/1" else r)
