@@ -6,8 +6,9 @@ first step the same is shown with perturbed weights, which a stale tensor cannot
 """
 
 import asyncio
+import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, cast
 
 import numpy as np
@@ -71,6 +72,13 @@ def gap(engine: Sequence[np.ndarray], trainer: Sequence[np.ndarray]) -> Gap:
         max_gap=float(np.abs(d).max()),
         k3=float((np.exp(d) - 1 - d).mean()),
     )
+
+
+def worst(gaps: Sequence[Gap]) -> Gap:
+    """The largest of each number, so that no engine hides behind another; NaN is infinite."""
+    rows = [asdict(g) for g in gaps]
+    names = rows[0]
+    return Gap(**{n: max(math.inf if math.isnan(r[n]) else r[n] for r in rows) for n in names})
 
 
 class Publisher:
@@ -210,7 +218,7 @@ class Publisher:
         return cast(list[np.ndarray], await self._on_trainers("logprobs", wanted))
 
     async def _compare(self, expected: Sequence[np.ndarray]) -> Gap:
-        """Score the probe on every engine; the largest gap to the trainer's own values."""
+        """Score the probe on every engine; the worst of their gaps to the trainer's own values."""
         scores = await asyncio.gather(
             *(
                 self.call(e, "score", self.epoch, self._probe.sequences)
@@ -219,8 +227,7 @@ class Publisher:
         )
         skip = [n - 1 for n in self._probe.n_context]
         found = ([s[k:] for s, k in zip(own, skip, strict=True)] for own in scores)
-        gaps = [gap(own, expected) for own in found]
-        return max(gaps, key=lambda g: g.mean_gap)
+        return worst([gap(own, expected) for own in found])
 
     @property
     def _probe(self) -> Probe:

@@ -54,8 +54,11 @@ class Engine:
     While another one is dead, `receive_weights` waits until the group is closed, as gloo does.
     """
 
-    def __init__(self, trainer: Trainer, dies_in: str = "", spoiled: int = 0) -> None:
+    def __init__(
+        self, trainer: Trainer, dies_in: str = "", spoiled: int = 0, gaps: Any = (0.0, 0.0)
+    ) -> None:
         self.trainer, self.dies_in, self.spoiled = trainer, dies_in, spoiled
+        self.scores = np.array([-9.0, *(gap - 1.0 for gap in gaps)], np.float32)
         self.dead = False
         self.peers: list[Engine] = []
         self.group = 0
@@ -80,7 +83,7 @@ class Engine:
             return {"digest": digest}
         if method == "recomputed":
             return 7, 0.25
-        return {"pause": 5, "score": [np.array([-9.0, -1.0, -1.0], np.float32)]}.get(method)
+        return {"pause": 5, "score": [self.scores]}.get(method)
 
 
 def rig(*engines: dict[str, Any]) -> tuple[Publisher, list[Engine], list[str]]:
@@ -175,6 +178,21 @@ def test_one_that_was_started_again_joins_in_a_new_group() -> None:
 
     assert asyncio.run(run()).engines == ("engine-0", "engine-1")
     assert publisher.trainers[0].groups == [1, 2]
+
+
+@pytest.mark.parametrize("gaps", [(0.0, 1.5e-3), (np.nan, 0.0)])
+@pytest.mark.parametrize("bad", [0, 1])
+def test_every_engine_must_agree_with_the_trainer(bad: int, gaps: Any) -> None:
+    """The other engine has the larger mean gap, but no gap over the limit of 1e-3."""
+    options: list[dict[str, Any]] = [{"gaps": (9e-4, 9e-4)}, {"gaps": (9e-4, 9e-4)}]
+    publisher, _, _ = rig(*options)
+    found = asyncio.run(publisher.refit(1))
+    assert found.probe.max_gap == pytest.approx(9e-4, rel=1e-3)
+    options[bad] = {"gaps": gaps}
+    publisher, engines, _ = rig(*options)
+    with pytest.raises(ModelIdentityError, match="engine and trainer disagree"):
+        asyncio.run(publisher.refit(1))
+    assert all("resume" not in e.tokens_after for e in engines)
 
 
 def test_without_any_engine_left_the_refit_says_so() -> None:
