@@ -1,6 +1,6 @@
 """Checkpoints on the driver's side: the newest sound one is loaded, new ones are written whole."""
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING
 
 from molt.replay import folders
@@ -15,18 +15,23 @@ if TYPE_CHECKING:
 
 
 async def load(
-    run: "Run", found: History, same_bits: Callable[[Row], bool]
+    run: "Run",
+    found: History,
+    same_bits: Callable[[Row], bool],
+    configure: Callable[[Row], Awaitable[None]],
 ) -> tuple[int, str | None]:
     """Load the newest sound checkpoint of the lineage: (step, state_digest of the state now).
 
     (0, None) = the model's own weights. One that cannot be read, or whose state is not the recorded
     one, is passed over with a word: the plans after an older one are simply executed again. A
     checkpoint of another world size has other digests: its weights are compared by their sketch.
+    `configure(row)` gives the trainer's state the parts that the checkpoint's has.
     """
     complete = found.complete(run.log.path)
     for row in reversed(complete):
         try:
             with run.screen.phase(f"loading the checkpoint of step {row['step']}"):
+                await configure(row)
                 await run.cluster.on_trainers("load", str(run.log.path / row["path"]))
                 digest = await run.cluster.on_trainers("state_digest")
         except TrainerError as error:

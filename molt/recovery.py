@@ -7,8 +7,8 @@ whose record exists writes nothing).
 """
 
 import json
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from molt import checkpoints
@@ -16,7 +16,7 @@ from molt.config import Config, recorded_config
 from molt.metrics import rollout_metrics
 from molt.planning import Drop
 from molt.replay.redo import redo
-from molt.replay.replay import history
+from molt.replay.replay import History, history
 from molt.schemas.columns import Row
 from molt.schemas.errors import ConfigError, LogCorrupt, MoltError, RecoveryError
 from molt.schemas.records import Ref
@@ -150,17 +150,40 @@ async def recover(run: "Run") -> None:
         same = _built(epochs[row["epoch"]]) == mine
         return same and run.cluster.trainer_device == "cpu"
 
-    run.step, run.state_digest = await checkpoints.load(run, found, same_bits)
-    plans = {s: n for s, n in found.plans.items() if s > run.step}
-    if not plans:
-        return
-    run.screen.say(f"redo of {len(plans)} step(s) after step {run.step}, from the log")
-    run.meter.clock.start("redo")
-    before = await run.cluster.on_trainers("sketch") if run.config.train.sketch else None
-
     async def configure(config: Config) -> None:
         settings = trainer_settings(config, run.cluster.model_folder)
         await run.cluster.on_trainers("configure", settings)
+
+    async def as_saved(row: Row) -> None:
+        """`algo.kl_target` decides what a state consists of."""
+        await aim(recorded_config(epochs[row["epoch"]]).algo.kl_target)
+
+    async def aim(kl_target: float | None) -> None:
+        await configure(replace(run.config, algo=replace(run.config.algo, kl_target=kl_target)))
+
+    run.step, run.state_digest = await checkpoints.load(run, found, same_bits, as_saved)
+    plans = {s: n for s, n in found.plans.items() if s > run.step}
+    if plans:
+        if not run.step:
+            await aim(None)  # a coefficient that adapts begins where its own epoch began
+        await _redo(run, found, epochs, plans, configure, same_bits)
+    if run.step:
+        await configure(run.config)
+        run.state_digest = await run.cluster.on_trainers("state_digest")
+
+
+async def _redo(
+    run: "Run",
+    found: History,
+    epochs: Mapping[int, Row],
+    plans: Mapping[int, int],
+    configure: Callable[[Config], Awaitable[None]],
+    same_bits: Callable[[Row], bool],
+) -> None:
+    """Execute `plans` (step -> record) again, each under the settings of its epoch."""
+    run.screen.say(f"redo of {len(plans)} step(s) after step {run.step}, from the log")
+    run.meter.clock.start("redo")
+    before = await run.cluster.on_trainers("sketch") if run.config.train.sketch else None
 
     async def execute(number: int) -> Any:
         plan = read_record(run.log.path, number)
@@ -187,7 +210,6 @@ async def recover(run: "Run") -> None:
         run.screen.say(f"step {step} redone: {how} as recorded")
     run.meter.redone = len(plans)
     run.meter.clock.start("start")
-    await configure(run.config)
 
 
 def _rollout_metrics(log: Log, step: int) -> dict[str, Any]:

@@ -118,11 +118,11 @@ class Trainer:
                 "these steps were trained with algo.kl_coef, this trainer was started without: "
                 "resume with the old settings up to a checkpoint, then switch it off"
             )
+        if settings.kl_target is None or self.settings.kl_target is None:
+            self._kl_coef.fill_(settings.kl_coef)
         self.settings = settings
         for group in self.optimizer.param_groups:
             group |= {name: getattr(settings, name) for name in OPTIMIZER_SETTINGS}
-        if settings.kl_target is None:
-            self._kl_coef.fill_(settings.kl_coef)
 
     def close(self) -> None:
         """Leave the process group; the instance is of no use afterwards."""

@@ -35,6 +35,7 @@ from tiny import tiny_tied_llama
 
 from molt.train.actor import TrainerActor
 from molt.train.settings import trainer_settings
+from molt.train.trainer import copied
 
 pytestmark = pytest.mark.e2e
 
@@ -161,11 +162,12 @@ def trainer(model: Path) -> Iterator[TrainerActor]:
     trainer.close()
 
 
-def conf_of(model: Path) -> Config:
+def conf_of(model: Path, *overrides: str) -> Config:
     return config(
         f"model={model / 'model'}",
         *(f"run.steps={STEPS}", "checkpoint.every=2", "train.lr=1e-3", "train.threads=1"),
         *("algo.update_passes=2", "data.groups_per_step=2", "data.rollouts_per_group=2"),
+        *overrides,
     )
 
 
@@ -278,6 +280,50 @@ def test_retention_after_every_step_leaves_what_redo_needs(
     drive(path, model, trainer, STEPS)
     steps = Log.open(path).sql("select step from steps order by step").fetchall()
     assert steps == [(k,) for k in range(1, STEPS + 1)]
+
+
+ADAPTIVE = ("algo.kl_target=1e-4", "algo.kl_horizon=20")
+
+
+@pytest.mark.parametrize(
+    ("old", "new"), [((), ADAPTIVE), (ADAPTIVE, ()), (ADAPTIVE, ADAPTIVE)], ids=("on", "off", "as")
+)
+def test_an_adaptive_kl_coefficient_is_switched_on_or_off_at_a_resume(
+    tmp_path: Path,
+    model: Path,
+    trainer: TrainerActor,
+    monkeypatch: pytest.MonkeyPatch,
+    old: tuple[str, ...],
+    new: tuple[str, ...],
+) -> None:
+    """At a checkpoint, with a step to redo before it, and over both epochs from the beginning."""
+    first, second = (
+        conf_of(model, "algo.kl_coef=0.1", *old),
+        conf_of(model, "algo.kl_coef=0.2", *new),
+    )
+    plain = trainer.settings
+    monkeypatch.setattr(trainer, "settings", plain)
+
+    def start(path: Path, conf: Config, steps: int) -> Driver:
+        """In a new process: settings, coefficient and weights are those of its configuration."""
+        trainer.settings = plain
+        trainer.load(str(model / "start"))
+        monkeypatch.setattr(trainer, "_reference", copied(trainer.parameters))
+        trainer.settings = trainer_settings(conf, str(model / "model"))
+        trainer._kl_coef.fill_(conf.algo.kl_coef)
+        driver = Driver(path, conf, trainer)
+        asyncio.run(driver.go(steps))
+        assert driver.run.state_digest == trainer.state_digest()
+        return driver
+
+    for before in (2, 3):
+        path = tmp_path / f"log-{before}"
+        start(path, first, before)
+        start(path, second, STEPS)
+        assert start(path, second, STEPS).run.meter.redone == 0
+        for marker in path.glob("checkpoints/*/COMPLETE"):
+            marker.unlink()
+        assert start(path, second, STEPS).run.meter.redone == STEPS
 
 
 def test_the_check_sees_a_step_that_is_not_its_plan(

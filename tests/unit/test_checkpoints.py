@@ -141,7 +141,13 @@ def test_a_checkpoint_counts_by_bits_or_by_sketch(log: Log, same_bits: bool) -> 
         save(run, step)
     shown = {"1-1": ("0" * 15 + "1", {"w": [5.0, 2.0]}), "1-2": ("f" * 16, {"w": [5.0, 2.9]})}
     run.cluster = Trainers(shown)
-    step, digest = asyncio.run(checkpoints.load(run, history(log), lambda _: same_bits))
-    assert (step, digest) == (1, "0" * 15 + "1")
+    asked = []
+
+    async def configure(row: Any) -> None:
+        asked.append(row["step"])
+
+    load = checkpoints.load(run, history(log), lambda _: same_bits, configure)
+    assert asyncio.run(load) == (1, "0" * 15 + "1")
+    assert asked == [3, 2, 1], "before each of them"
     text = run.screen.console.file.getvalue()
     assert "1-3 cannot be read" in text and "1-2 is damaged" in text
