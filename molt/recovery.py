@@ -7,6 +7,7 @@ whose record exists writes nothing).
 """
 
 import json
+import re
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -17,19 +18,20 @@ from molt.metrics import rollout_metrics
 from molt.planning import Drop
 from molt.replay.redo import redo
 from molt.replay.replay import History, history
-from molt.schemas.columns import Row
+from molt.schemas.columns import Row, to_rows
 from molt.schemas.errors import ConfigError, LogCorrupt, MoltError, RecoveryError
 from molt.schemas.records import Ref
 from molt.store import Log
 from molt.store.control import Record, lineage_of, read_record
 from molt.store.fold import COLUMNS, MARKER, STREAMS, Fold
-from molt.store.reader import CommitFile
+from molt.store.reader import WRITER_NAME, CommitFile, all_files
 from molt.train.settings import trainer_settings
 
 if TYPE_CHECKING:
     from molt.loop import Run
 
 DROPPED = "--drop"
+ROLLOUT = re.compile(r"((?:train|eval)-[0-9]+)/([0-9]+)")
 SAME = "rollouts.rollout_id = plans.rollout_id and rollouts.attempt = plans.attempt"
 BUILT_IN = (
     *("dtype", "world_size", "tp_size", "ep_size", "cp_size", "threads"),
@@ -126,12 +128,40 @@ def _needed(log: Log, records: Sequence[Record], file: CommitFile) -> list[str]:
     return list(found)
 
 
+def issued(log: Log) -> dict[str, int]:
+    """group_id -> number of its rollouts, of every prompt that was ever issued."""
+    tail = log.tail(streams={"prompts"}, columns={"prompts": ["group_id", "n"]}, skip_retired=True)
+    return {row["group_id"]: row["n"] for c in tail.poll()[1] for row in to_rows(c.table)}
+
+
+def check_drops(log: Log, asked: Collection[str]) -> None:
+    """ConfigError for a name of `--drop` that is no rollout and no commit of this log."""
+    groups = issued(log) if asked else {}
+    for name in asked:
+        writer, _, number = name.rpartition("/")
+        if rollout := ROLLOUT.fullmatch(name):
+            group_id, i = rollout[1], int(rollout[2])
+            if group_id not in groups:
+                raise ConfigError(f"--drop {name}: this log has no group {group_id}")
+            if i >= groups[group_id]:
+                raise ConfigError(
+                    f"--drop {name}: {group_id} has the rollouts 0 to {groups[group_id] - 1}"
+                )
+        elif not (WRITER_NAME.fullmatch(writer) and number.isdecimal()):
+            raise ConfigError(
+                f"--drop '{name}': expected a rollout (train-3/0), or the writer/number of an "
+                "unreadable commit as the error or `molt doctor` names it"
+            )
+        elif not any(f.seq == int(number) for f in all_files(log.path, writer)):
+            raise ConfigError(f"--drop {name}: this log has no such commit")
+
+
 def asked_drops(fold: Fold, asked: Collection[str]) -> list[Drop]:
     """The drops of `--drop`; groups that are settled already need none. ConfigError if unknown."""
     drops: dict[str, Drop] = {}
     for name in asked:
-        group_id = name.rpartition("/")[0]
-        if not name.startswith(("train-", "eval-")) or fold.is_settled(group_id):
+        rollout = ROLLOUT.fullmatch(name)
+        if rollout is None or fold.is_settled(group_id := rollout[1]):
             continue
         if group_id not in fold.groups:
             raise ConfigError(f"--drop {name}: this log has no group {group_id}")

@@ -2,6 +2,7 @@
 
 import asyncio
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +13,7 @@ from molt.config import Config, changes, epoch_fields
 from molt.issuing import heldout, new_group
 from molt.model import folder_digests
 from molt.publish import PROBE_PROMPTS, PROBE_TOKENS, Gap, Probe
-from molt.recovery import Start, cut, open_fold
+from molt.recovery import Start, check_drops, cut, issued, open_fold
 from molt.replay.folders import sweep
 from molt.replay.replay import history
 from molt.rollout.types import Completion
@@ -21,6 +22,7 @@ from molt.schemas.errors import ConfigError, LogCorrupt, ModelIdentityError
 from molt.schemas.records import Sampling
 from molt.screen import Screen
 from molt.store import Log
+from molt.store.control import Record, lineage_of
 from molt.store.fold import Fold
 
 if TYPE_CHECKING:
@@ -94,7 +96,8 @@ def open_log(config: Config, model_folder: str, start: Start, screen: Screen) ->
     records = log.records()
     digests = folder_digests(model_folder)
     epochs = [r for r in records if r.kind == "epoch"]
-    if epochs and any(r.kind == "plan" for r in records):
+    check_drops(log, start.drop)
+    if epochs and _has_begun(log, records):
         _compare(epochs[-1].rows[0], config, digests, start.accept_changes, screen)
     parent, last = cut(records, start)
     record = log.control.open_epoch(
@@ -112,6 +115,13 @@ def open_log(config: Config, model_folder: str, start: Start, screen: Screen) ->
     return log, record.epoch
 
 
+def _has_begun(log: Log, records: Sequence[Record]) -> bool:
+    """True if the lineage has anything that depends on settings: policies, plans, prompts."""
+    lineage = lineage_of(records)
+    kinds = {r.kind for r in records if lineage.holds(r.n)}
+    return not kinds.isdisjoint({"policy", "plan"}) or bool(issued(log))
+
+
 def _compare(
     old: dict[str, Any],
     config: Config,
@@ -120,10 +130,11 @@ def _compare(
     screen: Screen,
 ) -> None:
     changed = changes(old, config)
+    for part, after in digests.items():
+        if (before := old["digests"][part]) != after:
+            changed[f"files of the {part}"] = (before, after)
     for key, (before, after) in changed.items():
         screen.say(f"configuration changed: {key} = {before!r} -> {after!r}")
-    if old["digests"]["model"] != digests["model"]:
-        changed["model"] = (old["digests"]["model"], digests["model"])
     matters = [k for k in changed if not k.startswith(FREE_TO_CHANGE)]
     if matters and not accept_changes:
         raise ConfigError(
