@@ -8,10 +8,11 @@ import datetime
 import difflib
 import functools
 import json
+import math
 import re
 import tomllib
 import typing
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
 from pathlib import Path
@@ -276,15 +277,34 @@ def _known(cls: Any, tree: Any, where: str) -> dict[str, Any]:
     return found
 
 
-AT_LEAST = {
-    0: "run.eval_every algo.max_lag algo.kl_coef train.lr",
-    1: "run.steps data.groups_per_step data.rollouts_per_group agent.workers agent.max_turns "
-    "agent.partial_tokens engine.count checkpoint.every checkpoint.keep algo.refit_every "
-    "algo.update_passes algo.mini_batches train.routing_sample_every",
+RANGES: dict[str, tuple[str, Callable[[float], bool]]] = {
+    "at least 0": (
+        "run.eval_every run.restarts_max algo.max_lag algo.kl_coef algo.clip_high train.lr "
+        "train.weight_decay agent.engine_wait_s sampling.top_k log.linger_s",
+        lambda v: v >= 0,
+    ),
+    "at least 1": (
+        "run.steps data.groups_per_step data.rollouts_per_group agent.workers agent.max_turns "
+        "agent.partial_tokens engine.count engine.max_model_len engine.max_num_seqs engine.threads "
+        "checkpoint.every checkpoint.keep algo.refit_every algo.update_passes algo.mini_batches "
+        "train.routing_sample_every train.microbatch_tokens train.world_size train.tp_size "
+        "train.ep_size train.cp_size train.threads",
+        lambda v: v >= 1,
+    ),
+    "above 0": (
+        "run.stuck_s agent.deadline_s algo.is_cap algo.kl_target algo.kl_horizon train.eps "
+        "train.grad_clip engine.kv_cache_gib limits.noise",
+        lambda v: v > 0,
+    ),
+    "above 0 and at most 1": ("sampling.top_p", lambda v: 0 < v <= 1),
+    "from 0 to 1": ("algo.clip_low sampling.min_p", lambda v: 0 <= v <= 1),
+    "at least 0 and below 1": ("train.betas", lambda v: 0 <= v < 1),
 }
+"""What a value, and each of several, must be -> keys, test; None is none."""
 ONE_OF: dict[str, Collection[str]] = {
     "engine.dtype": ("float32", "bfloat16"),
     "engine.kv": ("recomputed", "kept"),
+    "engine.weight_transfer": ("gloo", "nccl"),
     "algo.advantage": ESTIMATORS,
     "algo.loss": LOSS_NAMES,
     "algo.lag": POLICIES,
@@ -296,10 +316,13 @@ ONE_OF: dict[str, Collection[str]] = {
 def validate(config: Config) -> None:
     """Refuse combinations that cannot work, each with the reason."""
     algo, train = config.algo, config.train
-    for least, keys in AT_LEAST.items():
+    _check_finite(dataclasses.asdict(config))
+    for words, (keys, is_good) in RANGES.items():
         for key in keys.split():
-            if attrgetter(key)(config) < least:
-                raise ConfigError(f"{key} is {attrgetter(key)(config)}; at least {least}")
+            value = attrgetter(key)(config)
+            values = value if isinstance(value, tuple) else (value,)
+            if not all(v is None or is_good(v) for v in values):
+                raise ConfigError(f"{key} is {value}; must be {words}")
     for key, known in ONE_OF.items():
         name = attrgetter(key)(config)
         if name is not None and name not in known:
@@ -319,9 +342,29 @@ def validate(config: Config) -> None:
             f"algo.refit_every is {algo.refit_every} and algo.max_lag {algo.max_lag}: the last "
             f"step before a refit trains on tokens {algo.refit_every - 1} versions old"
         )
-    if algo.kl_target is not None and not (algo.kl_coef > 0 and algo.kl_target > 0):
-        raise ConfigError("algo.kl_target needs algo.kl_coef > 0 to start from, and to be above 0")
+    if algo.kl_target is not None and not algo.kl_coef > 0:
+        raise ConfigError("algo.kl_target needs algo.kl_coef > 0 to start from")
+    if config.agent.deadline_s >= config.run.stuck_s:
+        raise ConfigError(
+            f"agent.deadline_s is {config.agent.deadline_s} and run.stuck_s {config.run.stuck_s}: "
+            "the run would stop before a hung agent meets its deadline; set run.stuck_s higher"
+        )
+    if reason := config.sampling.untrainable_reason():
+        raise ConfigError(
+            f"[sampling] has {reason}: the trainer cannot reproduce this distribution, so no "
+            "token would be trained; use temperature > 0, top_p = 1, top_k = 0 and min_p = 0"
+        )
     resolve(config.agent.env, "agent.env")
+
+
+def _check_finite(tree: Any, where: str = "") -> None:
+    """ConfigError for a number that is nan or inf, in a list or table too."""
+    if isinstance(tree, float) and not math.isfinite(tree):
+        raise ConfigError(f"{where} is {tree}; must be a finite number")
+    for key, value in tree.items() if isinstance(tree, dict) else ():
+        _check_finite(value, f"{where}.{key}" if where else str(key))
+    for value in tree if isinstance(tree, tuple) else ():
+        _check_finite(value, where)
 
 
 SECRET = re.compile(r"(api_?key|secret|password|credentials?|(access|auth|api)_?token)$", re.I)

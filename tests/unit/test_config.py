@@ -50,6 +50,41 @@ def test_mistakes_are_named(override: str, message: str) -> None:
         load(DEMO, [override])
 
 
+OUT_OF_RANGE = """
+train.grad_clip=inf train.lr=nan algo.kl_coef=inf train.betas=[0.9,nan] train.betas=[1.5,2.0]
+train.betas=[0.9,1.0] train.eps=0 train.microbatch_tokens=0 train.world_size=0 train.tp_size=0
+train.threads=0 engine.threads=0 engine.max_model_len=0 engine.max_num_seqs=0 run.stuck_s=0
+run.stuck_s=-1 run.restarts_max=-1 agent.deadline_s=0 algo.kl_horizon=0 algo.clip_low=2
+algo.clip_low=-0.1 algo.clip_high=-1 algo.is_cap=0 algo.is_cap=-1 sampling.top_p=0 sampling.top_p=2
+sampling.top_k=-5 log.linger_s=-1 limits.noise=0
+"""
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        *((text, rf"{text.split('=')[0]} is .*; must be") for text in OUT_OF_RANGE.split()),
+        ("reward.weights={score=nan}", r"reward\.weights\.score is nan; must be a finite number"),
+        ("data.train={'a:b'=inf}", r"data\.train\.a:b is inf"),
+        ("engine.weight_transfer=mpi", "one of .*'gloo', 'nccl'"),
+        ("agent.deadline_s=600", "run.stuck_s 600.*before a hung agent"),
+        ("run.stuck_s=60", "agent.deadline_s is 120"),
+        ("sampling.temperature=0", r"\[sampling\] has greedy: .*no token would be trained"),
+        ("sampling.top_p=0.9", "has top_p"),
+        ("sampling.top_k=20", "has top_k"),
+        ("sampling.min_p=0.1", "has min_p"),
+    ],
+)
+def test_values_that_cannot_work_are_refused(override: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load(DEMO, [override])
+
+
+@pytest.mark.parametrize("recipe", sorted(DEMO.parent.glob("*.toml")), ids=lambda p: p.stem)
+def test_every_recipe_is_valid(recipe: Path) -> None:
+    load(recipe, ["algo.clip_low=1", "algo.clip_high=0.2", "train.weight_decay=0", "train.lr=0"])
+
+
 def test_kept_kv_and_recorded_experts_exclude_each_other() -> None:
     assert load(DEMO, ["engine.kv=kept"]).engine.kv == "kept"
     with pytest.raises(ConfigError, match=r"engine\.kv .*train\.routing is 'freeze'"):
