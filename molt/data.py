@@ -5,7 +5,7 @@ folded log, so a restart asks for the same prompts. What was issued stands in th
 """
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -16,6 +16,7 @@ import numpy as np
 from molt.agents.env import resolve
 from molt.config import DataConfig
 from molt.schemas.errors import ConfigError
+from molt.schemas.text import canonical_json
 from molt.store.control import Record
 
 Prompt = dict[str, Any]
@@ -58,7 +59,13 @@ class Source:
         """The prompt of this source's `index`-th draw."""
         number, place = divmod(index, self.size)
         if number not in self._kept:
-            self._kept = {number: self.order(number)}
+            prompts = self.order(number)
+            if len(prompts) != self.size:
+                raise ConfigError(
+                    f"data.train: {self.name} gave {len(prompts)} prompts in pass {number} and "
+                    f"{self.size} in pass 0; every pass must give equally many"
+                )
+            self._kept = {number: prompts}
         return self._kept[number][place]
 
 
@@ -138,16 +145,17 @@ def open_source(what: str, name: str, seed: int | None) -> Source:
             return Source(name=attribute, order=ask, size=len(ask(0)))
         if not isinstance(found, Iterable):
             raise ConfigError(f"{what} = '{name}': {found!r} is neither a function nor an iterable")
-        rows = found
+        rows: Iterable[tuple[str, Any]] = _numbered(found)
     else:
         rows = _file(what, Path(name).expanduser())
-    return _shuffled(what, attribute or Path(name).stem, rows, seed)
+    return _shuffled(f"{what} = '{name}'", attribute or Path(name).stem, rows, seed)
 
 
-def _shuffled(what: str, name: str, rows: Iterable[Any], seed: int | None) -> Source:
-    prompts = [_checked(what, row) for row in rows]
+def _shuffled(what: str, name: str, rows: Iterable[tuple[str, Any]], seed: int | None) -> Source:
+    """Of rows with their places: "line 7"."""
+    prompts = [_checked(f"{what}, {place}", row) for place, row in rows]
     if not prompts:
-        raise ConfigError(f"{what}: {name} gave no prompts")
+        raise ConfigError(f"{what} gave no prompts")
 
     def order(number: int) -> list[Prompt]:
         if seed is None:
@@ -171,10 +179,24 @@ def _called(what: str, function: Callable[..., Any], *args: int) -> list[Prompt]
             f"{what} gave more than {PASS_MAX} prompts for one pass; end it, it is called again "
             "with another seed for the next pass"
         )
-    return [_checked(what, prompt) for prompt in prompts]
+    return [_checked(f"{what}, {place}", prompt) for place, prompt in _numbered(prompts)]
 
 
-def _file(what: str, path: Path) -> Iterable[Any]:
+def _numbered(rows: Iterable[Any]) -> Iterator[tuple[str, Any]]:
+    return ((f"row {k}", row) for k, row in enumerate(rows, 1))
+
+
+def _lines(path: Path) -> Iterator[tuple[str, Any]]:
+    with open(path, encoding="utf-8") as lines:
+        for k, line in enumerate(lines, 1):
+            try:
+                if line.strip():
+                    yield f"line {k}", json.loads(line)
+            except ValueError as error:
+                raise ValueError(f"line {k}: {error}") from None
+
+
+def _file(what: str, path: Path) -> Iterable[tuple[str, Any]]:
     if not path.exists():
         raise ConfigError(
             f"{what} = '{path}': no such file or folder, and no 'package.module:name'"
@@ -186,14 +208,12 @@ def _file(what: str, path: Path) -> Iterable[Any]:
             found: Any = datasets.load_from_disk(str(path))
             if isinstance(found, dict):
                 raise ConfigError(f"{what} = '{path}': choose one of {sorted(found)} below it")
-            return iter(found)
+            return _numbered(found)
         if path.suffix == ".parquet":
             import pyarrow.parquet as pq
 
-            rows: list[Any] = pq.read_table(path).to_pylist()
-            return rows
-        with open(path, encoding="utf-8") as lines:
-            return [json.loads(line) for line in lines if line.strip()]
+            return _numbered(pq.read_table(path).to_pylist())
+        return list(_lines(path))
     except (OSError, ValueError) as error:
         if isinstance(error, ConfigError):
             raise
@@ -204,7 +224,7 @@ def _checked(what: str, prompt: Any) -> Prompt:
     if not isinstance(prompt, dict):
         raise ConfigError(f"{what} must give dicts, got {type(prompt).__name__}")
     try:
-        json.dumps(prompt)
+        canonical_json(prompt)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"{what}: a prompt is not JSON: {error}") from None
     return prompt

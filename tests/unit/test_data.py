@@ -142,6 +142,42 @@ def test_a_damaged_file_is_named(tmp_path: Path) -> None:
         (tmp_path / name).write_text('{"q": 1}\n{"q": \n')
         with pytest.raises(ConfigError, match=rf"{name}' cannot be read"):
             Prompts(DataConfig(train=str(tmp_path / name)), 0)
+    with pytest.raises(ConfigError, match=r"line 2: Expecting value"):
+        Prompts(DataConfig(train=str(tmp_path / "bad.jsonl")), 0)
+
+
+def not_a_number() -> Any:
+    return [{"q": 1.0}, {"q": [float("nan")]}]
+
+
+def test_a_prompt_that_is_no_json_is_refused_at_once_with_its_place(tmp_path: Path) -> None:
+    """The log holds no NaN and no infinity; a file's own line counts, blank ones too."""
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"q": 1}\n\n{"q": -Infinity}\n')
+    with pytest.raises(ConfigError, match=r"a\.jsonl', line 3: a prompt is not JSON"):
+        Prompts(DataConfig(train=str(path)), 0)
+    pq.write_table(pa.table({"q": [1.0, float("nan")]}), tmp_path / "a.parquet")
+    with pytest.raises(ConfigError, match=r"a\.parquet', row 2: a prompt is not JSON"):
+        Prompts(DataConfig(train=str(tmp_path / "a.parquet")), 0)
+    with pytest.raises(ConfigError, match="data.eval, row 2: a prompt is not JSON"):
+        Prompts(DataConfig(train="test_data:ITEMS", eval="test_data:not_a_number"), 0)
+
+
+def shrinking(seed: int) -> Any:
+    return ROWS[: 5 if seed == 0 else 3]
+
+
+def growing(seed: int) -> Any:
+    return ROWS[: 3 if seed == 0 else 5]
+
+
+@pytest.mark.parametrize(("name", "first", "second"), [("shrinking", 5, 3), ("growing", 3, 5)])
+def test_passes_of_other_lengths_are_refused(name: str, first: int, second: int) -> None:
+    prompts = Prompts(DataConfig(train=f"test_data:{name}"), 0)
+    assert len([prompts.train(k) for k in range(first)]) == first
+    message = rf"{name} gave {second} prompts in pass 1 and {first} in pass 0"
+    with pytest.raises(ConfigError, match=message):
+        prompts.train(first)
 
 
 def endless(seed: int) -> Any:
