@@ -188,20 +188,23 @@ def started_settings_without_reference(folder: Path) -> Trainer:
 
 
 @pytest.mark.parametrize("updates", [1, 2])
-def test_shifted_logprobs_are_refused_before_training(folder: Path, updates: int) -> None:
+def test_shifted_logprobs_are_refused_in_the_third_step(folder: Path, updates: int) -> None:
     """I3 (d): the engine's logprobs one token early or late, and in place."""
-    trainer = started(settings(folder, mini_batches=updates))
+    trainer = started(settings(folder, mini_batches=updates, lr=0.0))
     try:
         rng = np.random.default_rng(0)
         ids = [rng.integers(10, 300, 40).tolist() for _ in range(4)]
         true = [np.concatenate([[0.0], s]).astype(np.float32) for s in trainer.score(ids)]
-        before = trainer.weights_digest()
-        for shift in (-1, 1):
+        for shift, step in ((-1, 1), (1, 4)):
             rows = [sequence(0, k, ids[k], 4, logprobs=np.roll(true[k], shift)) for k in range(4)]
-            with pytest.raises(TrainerError, match=re.escape(f"trainer's {-shift:+d} token away")):
-                trainer.execute(1, rows)
-        assert trainer.weights_digest() == before
+            for early in (step, step + 1):
+                assert trainer.execute(early, rows).updates == updates
+            before = trainer.state_digest()
+            message = re.escape(f"trainer's {-shift:+d} token away")
+            with pytest.raises(TrainerError, match=f"{message}.*steps {step}, .*--from {step - 1}"):
+                trainer.execute(step + 2, rows)
+            assert trainer.state_digest() == before, "nothing was trained"
         rows = [sequence(0, k, ids[k], 4, logprobs=true[k]) for k in range(4)]
-        assert trainer.execute(1, rows).updates == updates
+        assert trainer.execute(7, rows).updates == updates
     finally:
         trainer.close()

@@ -16,11 +16,13 @@ from simulation import config
 
 from molt import startup
 from molt.metrics import Meter, StepClock, at_path, plan_metrics, rollout_metrics
-from molt.schemas.errors import ConfigError, MoltError
+from molt.schemas.errors import ConfigError, MoltError, TrainerError
 from molt.screen import Screen
 from molt.sinks import Sinks, flat
 from molt.store import Log, Writer
 from molt.store.fold import COLUMNS, STREAMS, Fold
+from molt.train import metrics
+from molt.train.batch import make_batch
 
 
 def outcome(n: int, status: str = "ok", regenerated: int = 0) -> dict[str, Any]:
@@ -58,6 +60,24 @@ def test_engines_sample_while_the_trainer_scores_the_probe(monkeypatch: pytest.M
     monkeypatch.setattr(meter.clock, "lap", lambda: spent)
     meter.refit = {"score_s": 1.5, "probe_s": 1.5}
     assert meter.take()["idle"] == {"trainer": 0.0, "engines": 0.25}
+
+
+def test_three_steps_in_a_row_must_look_shifted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One in place, or shifted to the other side, begins the row anew; a short one says nothing."""
+    monkeypatch.setattr(metrics, "gather", lambda local: local)
+    logprobs = -np.random.default_rng(0).exponential(2, 300).astype(np.float32) - 0.6
+    test = metrics.OffsetTest()
+
+    def check(step: int, shift: int, n: int = 300) -> None:
+        batch = make_batch([make.sequence(n, logprobs=logprobs[:n])])
+        test.check(step, batch, torch.from_numpy(np.roll(batch.behaviour_N, shift)))
+
+    for step, shift in enumerate((1, 1, 0, 1, -1, -1, 1, 1)):
+        check(step, shift)
+    check(7, 1)  # the same step again counts once
+    check(8, 1, n=20)
+    with pytest.raises(TrainerError, match=r"\+1 token away .* in the steps 6, 7, 9: .*--from 5"):
+        check(9, 1)
 
 
 def test_the_meter_begins_anew_after_every_step() -> None:
