@@ -104,13 +104,16 @@ class Meter:
     def take(self) -> dict[str, Any]:
         seconds = self.clock.lap()
         whole = max(sum(seconds.values()), 1e-9)
+        waits = seconds.get("generation", 0.0) + seconds.get("evaluation", 0.0)
+        empty = dict(self.clock.empty)
         paused = seconds.get("refit", 0.0) - self.refit.get("score_s", 0.0)  # that comes before
+        paused = max(paused, empty.pop("refit", 0.0))
         found = {
             **self.planned,
             "seconds": seconds,
             "idle": {
-                "trainer": round(seconds.get("generation", 0.0) / whole, 4),
-                "engines": round(max(paused, 0.0) / whole, 4),
+                "trainer": round(waits / whole, 4),
+                "engines": round((paused + sum(empty.values())) / whole, 4),
             },
             "drops": dict(self.drops),
             "commit_s": {
@@ -133,21 +136,38 @@ class StepClock:
     def __init__(self) -> None:
         self._phase, self._since = "start", time.perf_counter()
         self._spent: dict[str, float] = {}
+        self._spent_empty: dict[str, float] = {}
+        self._playing: int | None = None
+        """None until the first call of a worker is told of."""
+        self.empty: dict[str, float] = {}
+        """Of the last lap, by phase: seconds in which no worker was playing."""
         self._last_news = time.monotonic()
         self._finished = 0
 
     def start(self, phase: str) -> None:
         """End the current phase and begin another."""
-        now = time.perf_counter()
-        self._spent[self._phase] = self._spent.get(self._phase, 0.0) + now - self._since
-        self._phase, self._since = phase, now
+        self._spend()
+        self._phase = phase
         self._last_news = time.monotonic()
+
+    def playing(self, change: int) -> None:
+        """A call of a worker began (1) or ended (-1): without any, the engines have no work."""
+        self._spend()
+        self._playing = (self._playing or 0) + change
+
+    def _spend(self) -> None:
+        now = time.perf_counter()
+        for spent in (self._spent, self._spent_empty)[: 1 + (self._playing == 0)]:
+            spent[self._phase] = spent.get(self._phase, 0.0) + now - self._since
+        self._since = now
 
     def lap(self) -> dict[str, float]:
         """Seconds by phase since the last lap; begins the next one."""
         self.start(self._phase)
         spent, self._spent = self._spent, {}
-        spent.pop("start", None)
+        self.empty, self._spent_empty = self._spent_empty, {}
+        for found in (spent, self.empty):
+            found.pop("start", None)
         return {name: round(seconds, 4) for name, seconds in spent.items()}
 
     def check_stuck(self, news: bool, limit_s: float, fold: Fold) -> None:

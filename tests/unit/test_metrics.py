@@ -62,6 +62,42 @@ def test_engines_sample_while_the_trainer_scores_the_probe(monkeypatch: pytest.M
     assert meter.take()["idle"] == {"trainer": 0.0, "engines": 0.25}
 
 
+def test_engines_without_a_rollout_and_a_trainer_beside_an_evaluation_are_idle(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = [0.0]
+    monkeypatch.setattr("molt.metrics.time.perf_counter", lambda: now[0])
+    meter = Meter()
+    clock = meter.clock
+
+    def spend(phase: str, seconds: float) -> None:
+        clock.start(phase)
+        now[0] += seconds
+
+    spend("training", 1.0)
+    assert meter.take()["idle"]["engines"] == 0.0, "nothing was told of plays"
+    clock.start("start")
+    clock.playing(1)
+    clock.playing(1)
+    spend("generation", 2.0)
+    clock.playing(-1)
+    spend("evaluation", 1.0)
+    spend("training", 1.0)
+    clock.playing(-1)
+    now[0] += 3.0
+    spend("refit", 1.0)
+    clock.playing(1)
+    now[0] += 1.0
+    spend("training", 1.0)
+    meter.refit = {"score_s": 0.5}
+    assert meter.take()["idle"] == {"trainer": 0.3, "engines": 0.45}
+    spend("refit", 1.0)
+    clock.playing(-1)
+    now[0] += 3.0
+    meter.refit = {"score_s": 2.0}
+    assert meter.take()["idle"]["engines"] == 0.75, "idle and paused at once counts once"
+
+
 def test_three_steps_in_a_row_must_look_shifted(monkeypatch: pytest.MonkeyPatch) -> None:
     """One in place, or shifted to the other side, begins the row anew; a short one says nothing."""
     monkeypatch.setattr(metrics, "gather", lambda local: local)
