@@ -286,6 +286,8 @@ def recomputed(log: Any, report: Any, args: argparse.Namespace) -> Row:
     with stdout_to_stderr():
         trainer = offline.open_trainer(log, found.epochs[-1])
         config = json.loads(found.epochs[-1]["config"])
+        if args.checkpoint in found.checkpoints:
+            offline.as_saved(trainer, found, found.checkpoints[args.checkpoint])
         again = audit_model.recompute(
             log, report, trainer, found, config, args.checkpoint, args.sample
         )

@@ -98,14 +98,25 @@ def group_advantages(rows: Sequence[Row], config: Config) -> list[Row]:
     return out
 
 
+def as_saved(trainer: Any, found: History, checkpoint: Row) -> None:
+    """Give the trainer's state the parts that a checkpoint's has: `algo.kl_target` decides."""
+    epoch = next(e for e in found.epochs if e["epoch"] == checkpoint["epoch"])
+    kl_target = recorded_config(epoch).algo.kl_target
+    trainer.configure(dataclasses.replace(trainer.settings, kl_target=kl_target))
+
+
 class AsRecorded:
     """A trainer that executes each step with the settings of the epoch that recorded it."""
 
     def __init__(self, trainer: Any, found: History) -> None:
         self.trainer, self.found = trainer, found
         self._steps = {number: step for step, number in found.plans.items()}
+        # A coefficient that adapts begins where its own epoch began, not where the newest one did.
+        trainer.configure(dataclasses.replace(trainer.settings, kl_target=None))
 
     def load(self, folder: str) -> int:
+        saved = next(r for r in self.found.checkpoints.values() if folder.endswith(r["path"]))
+        as_saved(self.trainer, self.found, saved)
         step: int = self.trainer.load(folder)
         return step
 

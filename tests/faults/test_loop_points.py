@@ -20,9 +20,11 @@ from simulation import Simulation, config
 
 from molt import recovery
 from molt.config import Config
+from molt.offline import AsRecorded
 from molt.process import rendezvous
 from molt.publish import Gap, Published
 from molt.replay import folders
+from molt.replay.replay import history, replay
 from molt.schemas.text import canonical_json
 from molt.store import Log, control
 from molt.store.compact import compact
@@ -304,13 +306,16 @@ def test_an_adaptive_kl_coefficient_is_switched_on_or_off_at_a_resume(
     plain = trainer.settings
     monkeypatch.setattr(trainer, "settings", plain)
 
-    def start(path: Path, conf: Config, steps: int) -> Driver:
+    def fresh(conf: Config) -> None:
         """In a new process: settings, coefficient and weights are those of its configuration."""
         trainer.settings = plain
         trainer.load(str(model / "start"))
         monkeypatch.setattr(trainer, "_reference", copied(trainer.parameters))
         trainer.settings = trainer_settings(conf, str(model / "model"))
         trainer._kl_coef.fill_(conf.algo.kl_coef)
+
+    def start(path: Path, conf: Config, steps: int) -> Driver:
+        fresh(conf)
         driver = Driver(path, conf, trainer)
         asyncio.run(driver.go(steps))
         assert driver.run.state_digest == trainer.state_digest()
@@ -320,10 +325,21 @@ def test_an_adaptive_kl_coefficient_is_switched_on_or_off_at_a_resume(
         path = tmp_path / f"log-{before}"
         start(path, first, before)
         start(path, second, STEPS)
+        fresh(second)
+        replayed(Log.open(path), trainer, 3)
         assert start(path, second, STEPS).run.meter.redone == 0
         for marker in path.glob("checkpoints/*/COMPLETE"):
             marker.unlink()
         assert start(path, second, STEPS).run.meter.redone == STEPS
+        fresh(second)
+        replayed(Log.open(path), trainer, 1)
+
+
+def replayed(log: Log, trainer: TrainerActor, first: int) -> None:
+    """`molt replay`, by a trainer that was opened with the newest settings."""
+    found = history(log)
+    compared = list(replay(log, AsRecorded(trainer, found), found, first, STEPS))
+    assert [row["ok"] for row in compared] == [True] * (STEPS - first + 1), compared
 
 
 def test_the_check_sees_a_step_that_is_not_its_plan(
