@@ -5,11 +5,11 @@ An attempt is remembered from its first segment to its outcome, a group until it
 settled; of everything else 24 bytes per row stay, to find rows that two writers tell differently.
 """
 
-import heapq
 import json
 from array import array
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 import xxhash
@@ -27,21 +27,24 @@ from molt.schemas.check import (
     routing_sum,
 )
 from molt.schemas.columns import Row, row_name, to_rows
-from molt.schemas.errors import MoltError, SegmentRejected
+from molt.schemas.errors import LogCorrupt, MoltError, Retired, SegmentRejected
 from molt.store.branches import tips
-from molt.store.cold import cold_files
+from molt.store.cold import FOLDER, ColdFile, cold_file
+from molt.store.cold import NAME as COLD_NAME
 from molt.store.commit import Commit
 from molt.store.control import Lineage
 from molt.store.files import names
 from molt.store.fold import Ordinals
 from molt.store.log import Log
 from molt.store.reader import (
+    BUCKET,
     BUCKET_NAME,
     END,
     CommitFile,
     bucket_files,
     cold_commits,
     find_commit,
+    parse_name,
     read_ahead,
     read_commit,
     writer_epoch,
@@ -105,6 +108,8 @@ class DataPass:
         self.writers: list[str] = []
         self.keys, self.contents, self.places = array("Q"), array("Q"), array("Q")
         self.any_retired = False
+        self._cold: dict[Path, ColdFile | None] = {}
+        """Every cold file seen; None = its footer is damaged."""
         self._done = 0
         self._total = sum(len(names(bucket)) for bucket in (log.path / "data").glob("*/*"))
         """Hot commits, for a progress bar."""
@@ -130,33 +135,68 @@ class DataPass:
             self._missing(writer, expected, file.seq)
             expected = file.seq + 1
             if file.retired:
-                self.report.retired += 1
-                self.any_retired = True
+                self._retired()
             elif file.stream != END:
                 self._commit(index, file, read)
         self._missing(writer, expected, (limit if limit is not None else -1) + 1)
+
+    def _retired(self) -> None:
+        self.report.retired += 1
+        self.any_retired = True
 
     def _missing(self, writer: str, first: int, end: int) -> None:
         for seq in range(first, end):
             self.report.violation("I6", f"commit {seq} of writer {writer} is missing", found=seq)
 
     def _files(self, writer: str) -> Iterator[CommitFile]:
-        """A writer's commits by number, one bucket at a time; cold ones cover hot ones."""
-        cold = {f.seq: f for f in cold_commits(cold_files(self.log.path), writer)}
-        hot = (
-            file
-            for bucket in names(self.log.path / "data" / writer)
-            if BUCKET_NAME.fullmatch(bucket)
-            for file in bucket_files(self.log.path, writer, int(bucket))
-            if file.seq not in cold
-        )
-        yield from heapq.merge(hot, cold.values(), key=lambda f: f.seq)
+        """A writer's commits by number, one bucket at a time; cold ones cover hot ones.
+
+        Of each bucket cold is listed after hot, so what compaction moves meanwhile is in one.
+        """
+        folder = self.log.path / "data" / writer
+        buckets = [int(name) for name in names(folder) if BUCKET_NAME.fullmatch(name)]
+        last = [f.seqs_of(writer)[-1] // BUCKET for f in self._cold_files() if writer in f.covers]
+        for bucket in range(max([*buckets, *last], default=-1) + 1):
+            hot = self._hot_files(writer, bucket)
+            first, end = bucket * BUCKET, (bucket + 1) * BUCKET
+            cold = cold_commits(self._cold_files(), writer, first, end)
+            covered = {f.seq for f in cold}
+            rest = [f for f in hot if f.seq not in covered]
+            yield from sorted([*rest, *cold], key=lambda f: f.seq)
+
+    def _hot_files(self, writer: str, bucket: int) -> list[CommitFile]:
+        try:
+            return bucket_files(self.log.path, writer, bucket)
+        except LogCorrupt as error:  # two have one number: both are read, and tell what they are
+            self.report.violation("I6", str(error))
+        folder = self.log.path / "data" / writer / f"{bucket:06d}"
+        return [f for name in names(folder) if (f := parse_name(folder, writer, name))]
+
+    def _cold_files(self) -> list[ColdFile]:
+        """All cold files by now whose footer is whole; damage is told once."""
+        folder = self.log.path / FOLDER
+        for path in (
+            folder / stream / n for stream in names(folder) for n in names(folder / stream)
+        ):
+            if path in self._cold or not COLD_NAME.fullmatch(path.name):
+                continue
+            try:
+                self._cold[path] = cold_file(path)
+            except FileNotFoundError:  # retired since the listing; another one has its tombstone
+                return self._cold_files()
+            except (MoltError, OSError) as error:
+                self._cold[path] = None
+                self.report.violation("I6", str(error))
+        return [file for file in self._cold.values() if file is not None]
 
     def _commit(self, index: int, file: CommitFile, read: Callable[[], Commit]) -> None:
         self._done += 1
         self.report.progress(self._done, max(self._total, self._done), "data log")
         try:
             commit = read()
+        except Retired:
+            self._retired()
+            return
         except (MoltError, OSError) as error:
             self.report.violation("I6", str(error))
             return

@@ -17,7 +17,7 @@ import pyarrow as pa
 from molt.schemas.check import Parent, check_enums, check_routing_shape, check_row, segment_digest
 from molt.schemas.columns import normalise, to_rows
 from molt.schemas.control import CONTROL, HEADERS
-from molt.schemas.errors import LogCorrupt, MoltError, SegmentRejected
+from molt.schemas.errors import LogCorrupt, MoltError, Retired, SegmentRejected
 from molt.store.advice import disk_use, mount_of, sweep
 from molt.store.cold import FOLDER, ColdFile, check_address, load
 from molt.store.cold import NAME as COLD_NAME
@@ -53,7 +53,7 @@ class _Report:
     retired: int = 0
     retired_checkpoints: int = 0
     by_stream: dict[str, dict[str, int]] = field(default_factory=dict)
-    leftovers: list[str] = field(default_factory=list)
+    leftovers: set[str] = field(default_factory=set)
     problems: list[dict[str, str]] = field(default_factory=list)
     told: set[tuple[str, str]] = field(default_factory=set)
 
@@ -72,8 +72,10 @@ class _Report:
     def listing(self, folder: Path) -> list[str]:
         """Names in a folder; dot-files are what an interrupted publish left behind."""
         if folder.is_dir():
-            hidden = sorted(p for p in folder.iterdir() if p.name.startswith("."))
-            self.leftovers += [str(p.relative_to(self.log)) for p in hidden]
+            hidden = (p for p in folder.iterdir() if p.name.startswith("."))
+            self.leftovers.update(str(p.relative_to(self.log)) for p in hidden)
+        elif folder.exists():
+            self.problem(folder, "not a folder")
         return STORE.list(folder)
 
     def read(self, size: int) -> None:
@@ -114,7 +116,7 @@ def doctor(
         "problems": report.problems,
         "by_stream": report.by_stream,
         "invisible": report.invisible,
-        "leftovers": report.leftovers,
+        "leftovers": sorted(report.leftovers),
         "repaired": repaired,
         "disk": disk_use(log, time.time()),
         "mount": mount_of(log),
@@ -125,7 +127,15 @@ def doctor(
 
 def _total_bytes(log: Path) -> int:
     folders = ((CONTROL_DIR, "*.arrow"), ("data", "*.arrow"), (FOLDER, "*.parquet"))
-    return sum(p.stat().st_size for f, pattern in folders for p in (log / f).rglob(pattern))
+    return sum(_size(p) for f, pattern in folders for p in (log / f).rglob(pattern))
+
+
+def _size(path: Path) -> int:
+    """0 for a file that compaction or retention has removed since it was listed."""
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        return 0
 
 
 def _control(report: _Report) -> list[Record]:
@@ -142,10 +152,10 @@ def _control(report: _Report) -> list[Record]:
         try:
             commit = read_control_commit(report.log, int(m[1]))
             records.append(_checked_record(commit))
-            report.count(commit.stream, commit.table.num_rows, path.stat().st_size)
+            report.count(commit.stream, commit.table.num_rows, _size(path))
         except (MoltError, OSError) as error:
             report.problem(path, error)
-        report.read(path.stat().st_size)
+        report.read(_size(path))
     return records
 
 
@@ -177,6 +187,7 @@ class _Data:
     n_rows: dict[tuple[str, int], int] = field(default_factory=dict)
     """(writer, seq) -> rows of each commit that was read whole."""
     cold: list[ColdFile] = field(default_factory=list)
+    seen_cold: set[Path] = field(default_factory=set)
 
     def run(self) -> None:
         data = self.report.log / "data"
@@ -193,7 +204,13 @@ class _Data:
             else:
                 self.report.problem(data / writer, "not the name of a writer's directory")
         for file, indexes in self.later.items():
-            commit = read_commit(file)
+            try:
+                commit = read_commit(file)
+            except Retired:
+                continue
+            except (MoltError, OSError) as error:
+                self.report.problem(file.path, error)
+                continue
             rows = to_rows(commit.table)
             for i in indexes:
                 self._row(file, commit, i, rows[i], last=True)
@@ -205,7 +222,7 @@ class _Data:
             if limit is not None and file.seq > limit:
                 self.report.invisible += 1
                 if not file.cold:
-                    self.report.read(file.path.stat().st_size)
+                    self.report.read(_size(file.path))
                 continue
             if file.seq < expected:
                 self.report.problem(file.path, f"two commits of {writer} have number {file.seq}")
@@ -220,30 +237,42 @@ class _Data:
             self.report.problem(folder, f"commit {n} of {writer} is missing")
 
     def _cold_files(self) -> None:
-        """The cold files whose footer is whole. Their rows are verified in their writers' order."""
+        """Take in new cold files with a whole footer; their rows follow in their writers' order."""
         folder = self.report.log / FOLDER
         for stream in self.report.listing(folder):
             for name in self.report.listing(folder / stream):
                 path = folder / stream / name
+                if path in self.seen_cold:
+                    continue
+                self.seen_cold.add(path)
                 if not COLD_NAME.fullmatch(name):
                     self.report.problem(path, "not the name of a cold file")
                     continue
                 try:
                     file = load(path)
                     self.cold.append(file)
-                    self.report.count(stream, 0, path.stat().st_size, commits=0)
+                    self.report.count(stream, 0, _size(path), commits=0)
                     check_address(file)
+                except (
+                    FileNotFoundError
+                ):  # retired since the listing; another one has its tombstone
+                    self._cold_files()
+                    return
                 except (MoltError, OSError) as error:
                     self.report.problem(path, error)
-                self.report.read(path.stat().st_size)
+                self.report.read(_size(path))
 
     def _files(self, writer: str) -> list[CommitFile]:
-        """Hot commits and those that cold files cover; a hot file that cold covers is left over."""
+        """Hot commits and those that cold files cover; a hot file that cold covers is left over.
+
+        Cold is listed after hot: what compaction moves between the two is then seen twice.
+        """
         hot = list(self._hot_files(writer))
+        self._cold_files()
         cold = {f.seq: f for f in cold_commits(self.cold, writer)}
         for file in (f for f in hot if f.seq in cold):
-            self.report.leftovers.append(str(file.path.relative_to(self.report.log)))
-            self.report.read(file.path.stat().st_size)
+            self.report.leftovers.add(str(file.path.relative_to(self.report.log)))
+            self.report.read(_size(file.path))
         rest = [f for f in hot if f.seq not in cold]
         return sorted([*rest, *cold.values()], key=lambda f: f.seq)
 
@@ -262,19 +291,24 @@ class _Data:
 
     def _commit(self, file: CommitFile) -> None:
         if file.retired:
-            self.report.retired += 1
-            self.n_rows[file.writer, file.seq] = sys.maxsize  # what a plan names was there
+            self._retired(file)
             return
-        size = 0 if file.cold else file.path.stat().st_size
+        size = 0 if file.cold else _size(file.path)
         try:
             commit = read_commit(file)
             for i, row in enumerate(to_rows(commit.table)):
                 self._row(file, commit, i, row)
             self.report.count(file.stream, commit.table.num_rows, size)
             self.n_rows[file.writer, file.seq] = commit.table.num_rows
+        except Retired:
+            self._retired(file)
         except (MoltError, OSError) as error:
             self.report.problem(file.path, error)
         self.report.read(size)
+
+    def _retired(self, file: CommitFile) -> None:
+        self.report.retired += 1
+        self.n_rows[file.writer, file.seq] = sys.maxsize  # what a plan names was there
 
     def _row(
         self, file: CommitFile, commit: Commit, i: int, row: dict[str, Any], last: bool = False

@@ -38,7 +38,8 @@ class Backend(Protocol):
         content has the name. PublishUnknown: the outcome is not known."""
 
     def list(self, folder: Path | str, start: str = "") -> list[str]:
-        """Fresh sorted names from `start` on, without dot-files; no folder is an empty one."""
+        """Fresh sorted names from `start` on, without dot-files. No folder is an empty one, and so
+        is a stranger's file that has its name (`molt doctor` tells of it)."""
 
     def read(self, key: Path, start: int = 0, n: int = -1) -> bytes:
         """`n` bytes (-1: all the rest) from `start` on; a negative start counts from the end."""
@@ -152,7 +153,7 @@ class Posix:
         try:
             with os.scandir(folder) as found:
                 return sorted(e.name for e in found if e.name[0] != "." and e.name >= start)
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return []
 
     def read(self, key: Path, start: int = 0, n: int = -1) -> bytes:

@@ -14,6 +14,7 @@ from molt.schemas.errors import SchemaMismatch
 from molt.schemas.streams import STREAMS, routing_metadata, schema_id
 from molt.store import Log
 from molt.store.commit import encode
+from molt.store.compact import compact
 from molt.store.doctor import doctor
 from molt.store.reader import commit_path
 
@@ -122,6 +123,42 @@ def test_strangers_in_the_data_are_found(tiny: Log) -> None:
         "not the name of a bucket",
         "not the name of a writer's directory",
     ]
+
+
+def test_a_file_in_the_place_of_a_folder_is_told_and_nothing_else_meets_it(tiny: Log) -> None:
+    counted = tiny.sql("select count(*) from segments").fetchall()
+    writer = commits_of_epoch_1(tiny)[0].parents[1]
+    (tiny.path / "cold").mkdir()
+    for place in (tiny.path / "data/1-notes", writer / "000001", tiny.path / "cold/README"):
+        place.write_text("hello")
+        assert problems(tiny.path) == [(relative(tiny, place), "not a folder")]
+        assert tiny.sql("select count(*) from segments").fetchall() == counted
+        assert tiny.tail().poll()[1]
+        place.unlink()
+
+
+def many_commits(log: Log) -> None:
+    """Two writers with three commits each."""
+    for k in range(2):
+        with log.writer(linger_s=60) as w:
+            for i in range(3):
+                w.append("rewards", make.reward(f"train-{i}/{k}"))
+                w.flush()
+
+
+@pytest.mark.parametrize("after", range(2, 10))
+def test_a_compaction_beside_the_doctor_is_no_damage(log: Log, after: int) -> None:
+    many_commits(log)
+    seen: list[int] = []
+
+    def progress(done: int, total: int) -> None:
+        seen.append(done)
+        if len(seen) == after:
+            assert compact(log, everything=True)["commits"] == 6
+
+    report = doctor(log.path, progress)
+    assert report["ok"], report["problems"]
+    assert report["by_stream"]["rewards"]["rows"] == 6 and len(seen) >= after
 
 
 def forge(log: Log, stream: str, row: dict, seq: int = 0, extra: dict | None = None) -> Path:
