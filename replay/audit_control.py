@@ -5,6 +5,7 @@ plans in the order of steps, each group settled once per pass, steps after their
 after their steps, equal weights under equal names.
 """
 
+import contextlib
 import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -64,6 +65,17 @@ def setting(config: Row, key: str, default: Any = None) -> Any:
     return default if value is None else value
 
 
+def parsed(report: Report, what: str, text: str, rollout: str | None = None) -> Row:
+    """The JSON object in a text column; any other text is a violation of I6, and read as {}."""
+    with contextlib.suppress(ValueError, RecursionError):
+        found = json.loads(text)
+        if isinstance(found, dict):
+            return found
+    why = f"{what}: {text[:40]!r} is no JSON object"
+    report.violation("I6", why, rollout=rollout)
+    return {}
+
+
 def read_facts(log: Log, report: Report) -> Facts:
     """All control records, one in memory at a time; holes and damage are violations of I6."""
     facts, expected = Facts(), 0
@@ -82,7 +94,8 @@ def read_facts(log: Log, report: Report) -> Facts:
         facts.records.append(_fact(record, dropped))
         if record.kind == "epoch":
             facts.epochs.append(record)
-            facts.configs[record.epoch] = json.loads(record.rows[0]["config"])
+            what = f"config of epoch {record.epoch} (record {n})"
+            facts.configs[record.epoch] = parsed(report, what, record.rows[0]["config"])
         elif record.kind == "policy":
             facts.policies[record.epoch, facts.records[-1].step] = n
         report.progress(n + 1, len(numbers), "control log")
@@ -186,12 +199,13 @@ class _Walk:
         if plan is None:
             self.report.violation("I4", f"step {fact.step} (record {fact.n}) has no plan")
         else:
-            counts = json.loads(fact.row["counts"])
+            counts = parsed(self.report, f"counts of step {fact.step}", fact.row["counts"])
             for name, found in plan.row["counts"].items():
                 what = f"step {fact.step}: {name} of its plan (record {plan.n})"
                 self.report.differ("I4", what, counts.get(name, found), found)
         self.steps[fact.step] = fact
-        gap = json.loads(fact.row["metrics"]).get("mismatch", {}).get("0")
+        metrics = parsed(self.report, f"metrics of step {fact.step}", fact.row["metrics"])
+        gap = setting(metrics, "mismatch.0")
         # Of an offline run "lag 0" is the parent's: other weights than those that are trained here.
         if gap is not None and gap["n"] and not self._offline(fact.epoch):
             self._limit(f"step {fact.step}: mean gap of its lag-0 tokens", fact, gap["mean"])

@@ -2,21 +2,23 @@
 I6), and what the control log says of its groups (I4).
 
 An attempt is remembered from its first segment to its outcome, a group until it is known to be
-settled; of everything else 24 bytes per row stay, to find rows that two writers tell differently.
+settled; of everything else 24 bytes per row stay, to find rows that two writers tell differently,
+and 8 per attempt, to know what is written again.
 """
 
-import json
+import contextlib
+import re
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
-import xxhash
 
-from molt.replay.audit_control import Facts
+from molt.replay.audit_control import Facts, parsed
 from molt.replay.audit_plans import check_versions, refused
 from molt.replay.audit_report import Report
+from molt.replay.audit_rows import Remembered, hashed, segment_key
 from molt.schemas.check import (
     CHECKS,
     Parent,
@@ -43,7 +45,6 @@ from molt.store.reader import (
     CommitFile,
     bucket_files,
     cold_commits,
-    find_commit,
     parse_name,
     read_ahead,
     read_commit,
@@ -52,7 +53,7 @@ from molt.store.reader import (
 )
 
 Who = tuple[str, int]
-SEQ_BITS = 40
+ROLLOUT_NAME = re.compile(r"((.+)-([0-9]+))/[0-9]+", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,10 +81,17 @@ class Attempt:
     segments: dict[int, Seen] = field(default_factory=dict)
     outcome: Row | None = None
     in_lineage: bool = True
-    routing: int = 0
-    """Sum over its routing rows, as the outcome should name it."""
+    routing: set[int] = field(default_factory=set)
+    """Of each of its routing rows what the outcome's sum should count."""
+    routing_sum: str | None = None
+    """As the outcome names it."""
     later: list[tuple[CommitFile, int]] = field(default_factory=list)
     """Rows whose parent had not been read yet: another writer has it."""
+
+    def is_whole(self) -> bool:
+        """True if all segments that the outcome names were read, and their parents before them."""
+        n = sum(s.counts for s in self.segments.values())
+        return self.outcome is not None and n >= self.outcome["n_segments"] and not self.later
 
 
 @dataclass(slots=True)
@@ -105,8 +113,9 @@ class DataPass:
         self.groups: dict[str, OpenGroup] = {}
         self.issued: dict[str, Ordinals] = {}
         self.played: dict[str, Ordinals] = {}
-        self.writers: list[str] = []
-        self.keys, self.contents, self.places = array("Q"), array("Q"), array("Q")
+        self.rows = Remembered(log.path, report)
+        self.closed = array("Q")
+        """Hashes of the attempts that were compared with their outcomes."""
         self.any_retired = False
         self._cold: dict[Path, ColdFile | None] = {}
         """Every cold file seen; None = its footer is damaged."""
@@ -116,11 +125,11 @@ class DataPass:
         self._policies = {v for v, n in facts.policies.items() if lineage.holds(n)}
 
     def run(self) -> None:
-        self.writers = sorted({*writer_names(self.log.path), *self.lineage.closed})
-        for index, writer in enumerate(self.writers):
+        writers = self.rows.writers = sorted({*writer_names(self.log.path), *self.lineage.closed})
+        for index, writer in enumerate(writers):
             self._writer(index, writer)
         self._unfinished()
-        self._conflicts()
+        self.rows.conflicts()
         self._ordinals()
 
     # -- commits -------------------------------------------------------------------------------
@@ -207,7 +216,7 @@ class DataPass:
                 self._row(file, commit, i, row)
             except SegmentRejected as error:
                 refused(self.report, error, str(row.get("rollout_id") or row.get("group_id")))
-            self._remember(index, file, row)
+            self.rows.add(index, file, row)
 
     def _row(self, file: CommitFile, commit: Commit, i: int, row: Row) -> None:
         if file.stream == "segments":
@@ -221,6 +230,9 @@ class DataPass:
             elif file.stream == "rollouts" and row["status"] != "pending":
                 attempt = self.attempts.setdefault((row["rollout_id"], row["attempt"]), Attempt())
                 attempt.outcome = row
+                what = f"{row['rollout_id']} attempt {row['attempt']}: its metrics"
+                metrics = parsed(self.report, what, row["metrics"], row["rollout_id"])
+                attempt.routing_sum = metrics.get("routing_sum")
                 self._close((row["rollout_id"], row["attempt"]))
 
     # -- rollouts ------------------------------------------------------------------------------
@@ -258,32 +270,35 @@ class DataPass:
         """True if a policy record names the version, also one that came after the first pass."""
         if version not in self.facts.policies:
             last = max((f.n for f in self.facts.records), default=-1)
-            for record in self.log.records(last + 1):
-                if record.kind == "policy":
-                    row = record.rows[0]
-                    self.facts.policies[row["epoch"], row["version"]] = record.n
+            with contextlib.suppress(MoltError, OSError):  # damage is told by the first pass
+                for record in self.log.records(last + 1):
+                    if record.kind == "policy":
+                        row = record.rows[0]
+                        self.facts.policies[row["epoch"], row["version"]] = record.n
         return version in self.facts.policies
 
     def _routing(self, commit: Commit, row: Row) -> None:
         metadata = commit.table.schema.metadata or {}
         shape = {k.decode(): v.decode() for k, v in metadata.items()}
-        attempt = self.attempts.setdefault((row["rollout_id"], row["attempt"]), Attempt())
-        attempt.routing += routing_sum([(row["segment"], row["start"], row["row_xxh3"])])
+        who = (row["rollout_id"], row["attempt"])
+        attempt = self.attempts.setdefault(who, Attempt())
+        attempt.routing.add(routing_sum([(row["segment"], row["start"], row["row_xxh3"])]))
         seen = attempt.segments.get(row["segment"])
         check_routing_shape(row, shape, seen.n_chain if seen else None)
+        self._close(who)
 
     def _close(self, who: Who) -> None:
         """Compare an outcome with its segments, once all that it names were read."""
         attempt = self.attempts[who]
-        outcome = attempt.outcome
-        if outcome is None or attempt.later:
+        if attempt.outcome is None or not attempt.is_whole():
             return
-        if sum(s.counts for s in attempt.segments.values()) < outcome["n_segments"]:
-            return
+        if attempt.routing_sum not in (None, total(attempt.routing)) and not self.any_retired:
+            return  # another writer may have the rest
         del self.attempts[who]
-        self._outcome(who, attempt, outcome)
+        self._outcome(who, attempt, attempt.outcome)
 
     def _outcome(self, who: Who, attempt: Attempt, outcome: Row) -> None:
+        self.closed.append(hashed(f"{who[0]}/{who[1]}"))
         segments = {k: s for k, s in attempt.segments.items() if s.counts}
         named = {"rollout": who[0]}
         n = len(segments)
@@ -295,63 +310,55 @@ class DataPass:
         n_sampled = sum(s.n_sampled for s in segments.values())
         what = f"{who[0]} attempt {who[1]}: sampled tokens"
         self.report.differ("I1", what, outcome["counts"]["sampled"], n_sampled, **named)
-        named_sum = json.loads(outcome["metrics"]).get("routing_sum")
-        if named_sum is not None and not self.any_retired:
-            what, total = f"{who[0]} attempt {who[1]}: routing of its segments", attempt.routing
-            self.report.differ("I3", what, named_sum, f"{total % (1 << 64):016x}", **named)
-        purpose, _, ordinal = outcome["group_id"].rpartition("-")
-        self.played.setdefault(purpose, Ordinals()).add(int(ordinal))
+        if attempt.routing_sum is not None and not self.any_retired:
+            what = f"{who[0]} attempt {who[1]}: routing of its segments"
+            self.report.differ("I3", what, attempt.routing_sum, total(attempt.routing), **named)
+        self._played(who[0], outcome["group_id"])
         if attempt.in_lineage and (0, outcome["group_id"]) not in self.facts.settled:
             group = self.groups.setdefault(outcome["group_id"], OpenGroup(0, 0))
             group.finished.add(who[0])
 
     def _unfinished(self) -> None:
-        """Attempts whose parents or outcome came from another writer, and those cut off."""
-        for who, attempt in list(self.attempts.items()):
+        """What came from another writer than its parent or outcome, and attempts cut off."""
+        closed = np.array(self.closed, np.uint64)
+        for who, attempt in self.attempts.items():
             for file, i in attempt.later:
-                row = to_rows(read_commit(file).table)[i]
-                if row["parent"] not in attempt.segments:
-                    if not self.any_retired:
-                        why = f"{row_name('segments', row)}: its parent {row['parent']} is missing"
-                        self.report.violation("I6", why, rollout=who[0], segment=row["segment"])
-                    continue
                 try:
-                    self._verify(attempt, row)
+                    self._late(who, attempt, to_rows(read_commit(file).table)[i])
                 except SegmentRejected as error:
                     refused(self.report, error, who[0])
-            if attempt.outcome is not None and not self.any_retired:
+                except Retired:
+                    self._retired()
+                except (MoltError, OSError) as error:
+                    self.report.violation("I6", str(error), rollout=who[0])
+            attempt.later.clear()
+            if np.uint64(hashed(f"{who[0]}/{who[1]}")) in closed:
+                self._written_again(who, attempt)
+            elif attempt.outcome is not None and (attempt.is_whole() or not self.any_retired):
                 self._outcome(who, attempt, attempt.outcome)
         self.attempts.clear()
 
-    # -- the same row by two writers -----------------------------------------------------------
+    def _late(self, who: Who, attempt: Attempt, row: Row) -> None:
+        """A segment that was read before its parent, or when its attempt had been closed."""
+        if row["parent"] in attempt.segments:
+            self._verify(attempt, row)
+            return
+        parent = self.rows.find(segment_key(*who, row["parent"]))
+        if parent is not None:
+            n_own = len(parent["token_ids"])
+            n_chain = parent["keep"] + n_own
+            check_segment(row, Parent(digest=parent["digest"], n_chain=n_chain, n_own=n_own))
+        elif not self.any_retired:
+            why = f"{row_name('segments', row)}: its parent {row['parent']} is missing"
+            self.report.violation("I6", why, rollout=who[0], segment=row["segment"])
 
-    def _remember(self, index: int, file: CommitFile, row: Row) -> None:
-        marked = identity(file.stream, row)
-        if marked is not None:
-            self.keys.append(marked[0])
-            self.contents.append(marked[1])
-            self.places.append(index << SEQ_BITS | file.seq)
-
-    def _conflicts(self) -> None:
-        keys, contents, places = (np.array(a) for a in (self.keys, self.contents, self.places))
-        order = np.lexsort((contents, keys))
-        same = keys[order][1:] == keys[order][:-1]
-        for i in np.flatnonzero(same & (contents[order][1:] != contents[order][:-1])):
-            where = [int(places[order[j]]) for j in (i, i + 1)]
-            rows = [f"{self.writers[p >> SEQ_BITS]}/{p & (1 << SEQ_BITS) - 1}" for p in where]
-            who = self._name(where[1], int(keys[order[i]]))
-            self.report.violation(
-                "I4", "two rows of one name differ", rollout=who, expected=rows[0], found=rows[1]
-            )
-
-    def _name(self, place: int, key: int) -> str | None:
-        """The rollout of a remembered row."""
-        writer, seq = self.writers[place >> SEQ_BITS], place & (1 << SEQ_BITS) - 1
-        file = find_commit(self.log.path, writer, seq)
-        rows = to_rows(read_commit(file).table)
-        return next(
-            (r["rollout_id"] for r in rows if (identity(file.stream, r) or [0])[0] == key), None
-        )
+    def _written_again(self, who: Who, attempt: Attempt) -> None:
+        """Rows of an attempt that was closed: equal ones count once, others differ (I4)."""
+        for number, seen in attempt.segments.items():
+            once = self.rows.count(segment_key(*who, number)) == 1
+            if seen.counts and once and not self.any_retired:
+                why = f"{who[0]} attempt {who[1]}: segment {number} is none that its outcome names"
+                self.report.violation("I6", why, rollout=who[0], segment=number)
 
     # -- prompts -------------------------------------------------------------------------------
 
@@ -367,14 +374,24 @@ class DataPass:
             what = f"{group_id}: rollouts in its plan"
             self.report.differ("I4", what, row["n"], planned, rollout=f"{group_id}/0")
 
+    def _played(self, rollout_id: str, group_id: str) -> None:
+        """I5: a rollout names the ordinal that it answers."""
+        name = ROLLOUT_NAME.fullmatch(rollout_id)
+        if name is None or name[1] != group_id:
+            why = (
+                f"rollout '{rollout_id}' of group '{group_id}' is not <purpose>-<ordinal>/<number>"
+            )
+            self.report.violation("I5", why, rollout=rollout_id)
+        else:
+            self.played.setdefault(name[2], Ordinals()).add(int(name[3]))
+
     def _ordinals(self) -> None:
         """I5: every ordinal was issued; what an earlier epoch left open was issued again."""
         if not self.issued and not self.played:
             return  # an offline run: its prompts are in the logs that it names
         for log, group_id in self.facts.settled:
             if log == 0:
-                purpose, _, ordinal = group_id.rpartition("-")
-                self.played.setdefault(purpose, Ordinals()).add(int(ordinal))
+                self._played(f"{group_id}/0", group_id)
         for purpose in sorted(self.issued.keys() | self.played.keys()):
             issued = self.issued.get(purpose, Ordinals())
             played = self.played.get(purpose, Ordinals())
@@ -398,14 +415,6 @@ class DataPass:
                 )
 
 
-def identity(stream: str, row: Row) -> tuple[int, int] | None:
-    """64 bits of a row's name and 64 of its content; None for streams whose rows have no name."""
-    who = f"{row.get('rollout_id')}/{row.get('attempt')}"
-    if stream == "segments":
-        key, content = f"s/{who}/{row['segment']}", row["digest"]
-    elif stream == "rollouts":
-        key = f"r/{who}/{row['status'] == 'pending'}"
-        content = row["chain_digest"] + row["status"].encode()
-    else:
-        return None
-    return xxhash.xxh3_64_intdigest(key.encode()), xxhash.xxh3_64_intdigest(content)
+def total(routing: Iterable[int]) -> str:
+    """The sum of routing rows as an outcome names it."""
+    return f"{sum(routing) % (1 << 64):016x}"

@@ -18,7 +18,7 @@ from molt.replay.audit_report import Report
 from molt.replay.sources import Sources, log_of
 from molt.schemas.check import chain_digest
 from molt.schemas.columns import Row
-from molt.schemas.errors import MoltError, Retired
+from molt.schemas.errors import LogCorrupt, MoltError, Retired
 from molt.schemas.records import Ref
 from molt.store.branches import tips
 from molt.store.control import Record, lineage_of, read_record
@@ -116,32 +116,27 @@ class PlanPass:
 
     def _rollout(self, plan: Record, row: Row, source: Sources) -> int | None:
         """Trained tokens of one planned rollout; None if that cannot be told."""
-        who = row["rollout_id"]
         try:
             self._reward(plan, row, source)
             segments = segments_of(source, row)
             self._routing(row, segments, source)
-        except Retired:
-            self.report.retired += 1
-            return None
-        except (MoltError, OSError) as error:
-            self._refused(error, who)
-            return None
-        if log_of(row):  # of this log the third pass counts them
-            self.report.checked["I1"] += len(segments)
-            self.report.tokens += sum(s.n_tokens for s in segments.values())
-        self._identity(row, segments)
-        self._versions(plan, row, segments, source)
-        if row["decision"] == "baseline_only":
-            return 0
-        step, max_lag = plan.header["step"], plan.header["max_lag"]
-        try:
-            sequences = sequences_of(row, segments, step, max_lag)
+            if log_of(row):  # of this log the third pass counts them
+                self.report.checked["I1"] += len(segments)
+                self.report.tokens += sum(s.n_tokens for s in segments.values())
+            self._identity(row, segments)
+            self._versions(plan, row, segments, source)
+            if row["decision"] == "baseline_only":
+                return 0
+            for tip in {branch["tip"] for branch in row["branches"]} - segments.keys():
+                raise LogCorrupt(f"the plan names branch {tip} of {row['rollout_id']} without it")
+            sequences = sequences_of(row, segments, plan.header["step"], plan.header["max_lag"])
             self._coverage(plan, row, sequences, source)
             return sum(int(s.mask.sum()) for s in sequences)
-        except MoltError as error:
-            self._refused(error, who)
-            return None
+        except Retired:
+            self.report.retired += 1
+        except (MoltError, OSError) as error:
+            self._refused(error, row["rollout_id"])
+        return None
 
     def _refused(self, error: Exception, who: str) -> None:
         if not isinstance(error, OSError):
