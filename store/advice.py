@@ -4,6 +4,7 @@ import contextlib
 import os
 from pathlib import Path
 
+from molt.schemas.errors import LogCorrupt, MoltError
 from molt.store.control import lineage_of, read_records
 from molt.store.files import STORE
 from molt.store.reader import END, hot_files, writer_names
@@ -52,12 +53,19 @@ def sweep(log: Path) -> list[str]:
     """Remove what interrupted publishes left in the folders of closed writers; the names of it.
 
     Only there it is proven that nobody still works on such a dot-file: the writer published its
-    `end`, or a newer epoch has closed it, and then all that it may still link is invisible.
+    `end`, or a newer epoch has closed it, and then all that it may still link is invisible. Where
+    damage hides that, nothing is removed.
     """
-    lineage = lineage_of(read_records(log))
+    try:
+        lineage = lineage_of(read_records(log))
+    except (MoltError, OSError):
+        return []
     gone = []
     for writer in writer_names(log):
-        files = hot_files(log, writer)
+        try:
+            files = hot_files(log, writer)
+        except LogCorrupt:
+            continue
         ended = bool(files) and files[-1].stream == END
         if ended or lineage.last_seq(writer) is not None:
             gone += sorted((log / "data" / writer).glob("*/.*.arrow.*"))

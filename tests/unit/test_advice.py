@@ -71,3 +71,27 @@ def test_repair_removes_leftovers_of_closed_writers_alone(
     out = capsys.readouterr().out
     assert f"repaired: {busy.relative_to(tiny.path)}" in out and "| segments" in out
     assert not busy.exists()
+
+
+def test_repair_is_left_out_where_damage_hides_who_is_closed(tiny: Log) -> None:
+    """The report is given all the same, and the leftover stays."""
+    commit = make.data_commits(tiny.path)[0]
+    left = commit.with_name(f".{commit.name}.7.abcd")
+    left.write_bytes(b"half")
+    twin = commit.with_name(commit.name.replace(".prompts.", ".scores."))
+    record = tiny.path / f"train/{3:010d}.arrow"
+    whole = record.read_bytes()
+    for damage in (
+        lambda: make.flip(record, 200),
+        record.unlink,
+        record.mkdir,
+        lambda: twin.write_bytes(commit.read_bytes()),
+    ):
+        damage()
+        found = doctor(tiny.path, repair=True)
+        assert found["problems"] and found["repaired"] == [] and left.exists()
+        if record.is_dir():
+            record.rmdir()
+            record.write_bytes(whole)
+    twin.unlink()
+    assert doctor(tiny.path, repair=True)["repaired"] == [str(left.relative_to(tiny.path))]
