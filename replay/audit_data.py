@@ -116,6 +116,8 @@ class DataPass:
         self.rows = Remembered(log.path, report)
         self.closed = array("Q")
         """Hashes of the attempts that were compared with their outcomes."""
+        self.shapes: list[Row] = []
+        """Of the routing rows so far; a run has one."""
         self.any_retired = False
         self._cold: dict[Path, ColdFile | None] = {}
         """Every cold file seen; None = its footer is damaged."""
@@ -285,6 +287,12 @@ class DataPass:
         attempt.routing.add(routing_sum([(row["segment"], row["start"], row["row_xxh3"])]))
         seen = attempt.segments.get(row["segment"])
         check_routing_shape(row, shape, seen.n_chain if seen else None)
+        if shape not in self.shapes:
+            self.shapes.append(shape)
+            if len(self.shapes) > 1:
+                why = "its shape of routing is not that of the run"
+                named = {"rollout": who[0], "segment": row["segment"]}
+                self.report.violation("I3", why, expected=self.shapes[0], found=shape, **named)
         self._close(who)
 
     def _close(self, who: Who) -> None:
@@ -331,7 +339,6 @@ class DataPass:
                     self._retired()
                 except (MoltError, OSError) as error:
                     self.report.violation("I6", str(error), rollout=who[0])
-            attempt.later.clear()
             if np.uint64(hashed(f"{who[0]}/{who[1]}")) in closed:
                 self._written_again(who, attempt)
             elif attempt.outcome is not None and (attempt.is_whole() or not self.any_retired):

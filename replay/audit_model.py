@@ -5,7 +5,7 @@ of another model). Only the weights that sampled them can tell.
 """
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, Protocol
@@ -106,7 +106,10 @@ def _load(log: Log, report: Report, scorer: Scorer, found: History, step: int) -
 
 
 def _samples(log: Log, step: int, limit: int) -> list[Sample]:
-    """Up to `limit` segments with trainable tokens of version `step`, scattered over the log."""
+    """Up to `limit` segments with trainable tokens of version `step`, scattered over the log.
+
+    Of those drawn some fall out whose chain begins below the floor of retention.
+    """
     query = ATTEMPTS.format(version=int(step), limit=int(limit))
     con = connect([log], query=query)
     families: dict[tuple[str, int], dict[int, Any]] = defaultdict(dict)
@@ -115,7 +118,7 @@ def _samples(log: Log, step: int, limit: int) -> list[Sample]:
     con.close()
     found = []
     for family in families.values():
-        for number in (k for k, s in family.items() if s.chosen):
+        for number in (k for k, s in family.items() if s.chosen and _is_whole(family, k)):
             own = family[number]
             versions = np.full(own.n_tokens, -1, np.int64)
             runs = own.version_runs
@@ -131,6 +134,13 @@ def _samples(log: Log, step: int, limit: int) -> list[Sample]:
                 wanted = (ids, at + before, own.temperature)
                 found.append(Sample(own.rollout_id, number, at, logprobs, wanted))
     return found
+
+
+def _is_whole(family: Mapping[int, Any], number: int | None) -> bool:
+    """False if retention has removed what the segment's chain begins with."""
+    while number is not None and number in family:
+        number = family[number].parent
+    return number is None
 
 
 def _judge(report: Report, sample: Sample, again: Any, config: Row) -> None:

@@ -105,6 +105,8 @@ def doctor(
     repaired = sweep(log) if repair else []
     records = _control(report)
     data = _Data(report, lineage_of(records) if records else Lineage(epoch=0))
+    settled = (r for r in records if r.kind in ("plan", "drop"))
+    data.settled = {row["group_id"] for record in settled for row in record.rows}
     data.run()
     _plan_refs(report, records, data.n_rows)
     _checkpoints(report, records)
@@ -186,6 +188,12 @@ class _Data:
     later: dict[CommitFile, list[int]] = field(default_factory=dict)
     n_rows: dict[tuple[str, int], int] = field(default_factory=dict)
     """(writer, seq) -> rows of each commit that was read whole."""
+    settled: set[str] = field(default_factory=set)
+    """Groups of which retention may have removed segments."""
+    any_retired: bool = False
+    """True if it has removed some."""
+    routing_shape: dict[str, str] | None = None
+    """As the first commit of the stream has it; a run has one."""
     cold: list[ColdFile] = field(default_factory=list)
     seen_cold: set[Path] = field(default_factory=set)
 
@@ -308,6 +316,7 @@ class _Data:
 
     def _retired(self, file: CommitFile) -> None:
         self.report.retired += 1
+        self.any_retired |= file.stream == "segments"
         self.n_rows[file.writer, file.seq] = sys.maxsize  # what a plan names was there
 
     def _row(
@@ -323,8 +332,15 @@ class _Data:
                 found = self.parents.get((row["rollout_id"], row["attempt"], row["segment"]), [])
                 n_chain = max((p.n_chain for _, p in found), default=None)
                 check_routing_shape(row, _text(schema.metadata), n_chain)
+                self._shape(file, _text(schema.metadata))
         except SegmentRejected as error:
             self.report.problem(file.path, f"row {i}: {error}")
+
+    def _shape(self, file: CommitFile, shape: dict[str, str]) -> None:
+        self.routing_shape = self.routing_shape or shape
+        if shape != self.routing_shape:
+            why = f"its shape of routing is {shape}, that of the run {self.routing_shape}"
+            self.report.problem(file.path, why)
 
     def _segment(
         self, file: CommitFile, schema: pa.Schema, i: int, row: dict[str, Any], last: bool
@@ -341,6 +357,8 @@ class _Data:
         same = [p for writer, p in found if writer == file.writer] or [p for _, p in found]
         if not same and not last:
             self.later.setdefault(file, []).append(i)
+        elif not same and self.any_retired and row["group_id"] in self.settled:
+            check_row("segments", schema, row)
         elif not same:
             raise SegmentRejected(
                 f"segments row of {who[0]} attempt {who[1]} segment {number}: its parent "

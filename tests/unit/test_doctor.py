@@ -9,6 +9,8 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
+from molt.replay.audit import audit
+from molt.schemas.check import routing_columns
 from molt.schemas.columns import normalise, to_table
 from molt.schemas.errors import SchemaMismatch
 from molt.schemas.streams import STREAMS, routing_metadata, schema_id
@@ -206,6 +208,22 @@ def test_a_routing_row_behind_its_chain_is_found(log: Log) -> None:
     shape = routing_metadata(layers=2, top_k=2, n_experts=8)
     forge(log, "routing", make.routing(start=2, n=2), seq=1, extra=shape)
     assert "in a chain of 3 tokens" in problems(log.path)[0][1]
+
+
+@pytest.mark.parametrize("more", [{"layers": 1}, {"top_k": 1}, {"n_experts": 300}])
+def test_a_run_has_one_shape_of_routing(log: Log, more: dict) -> None:
+    """Each commit is whole by itself, and the doctor and the audit name the second one."""
+    for k, shape in enumerate(({"layers": 2, "top_k": 2, "n_experts": 8}, more)):
+        shape = {"layers": 2, "top_k": 2, "n_experts": 8} | shape
+        experts_NLK = np.tile(np.arange(shape["top_k"]), (2, shape["layers"], 1))
+        row = make.routing(f"train-{k}/0") | routing_columns(experts_NLK, shape["n_experts"])
+        forge(log, "routing", row, seq=k, extra=routing_metadata(**shape))
+        if k == 0:
+            assert problems(log.path) == [] and audit(log).to_json()["ok"]
+    ((file, why),) = problems(log.path)
+    assert file.endswith("0000000001.routing.arrow") and "shape of routing" in why
+    (violation,) = audit(log).to_json()["violations"]
+    assert (violation["invariant"], violation["rollout"]) == ("I3", "train-1/0")
 
 
 def test_a_child_is_checked_against_a_parent_that_another_writer_has(log: Log) -> None:
