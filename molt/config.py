@@ -53,8 +53,9 @@ class RunConfig:
     """Engines and workers that are started again in one start of the driver."""
     sinks: tuple[str, ...] = ()
     """Where metrics also go: "tensorboard", "wandb" (offline); their packages must be there."""
-    stuck_s: float = 600.0
-    """Stop and say who waits for whom if nothing was finished for this long."""
+    stuck_s: float = 1800.0
+    """Stop and say who waits for whom if no rollout finished for this long, or if a step, refit or
+    checkpoint takes longer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

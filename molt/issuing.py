@@ -186,6 +186,8 @@ class Issuer:
             ]
             worker = run.cluster.workers[n]
             task = asyncio.create_task(run.cluster.call(worker, "play", play))
+            run.meter.clock.playing(1)
+            task.add_done_callback(lambda _: run.meter.clock.playing(-1))
             self._playing[task] = Play(row.group_id, row.purpose, n, worker)
 
     async def news(self, *others: asyncio.Future[Any]) -> bool:

@@ -106,7 +106,7 @@ def as_saved(trainer: Any, found: History, checkpoint: Row) -> None:
 
 
 class AsRecorded:
-    """A trainer that executes each step with the settings of the epoch that recorded it."""
+    """A trainer that executes each step with the settings of the epoch that planned it."""
 
     def __init__(self, trainer: Any, found: History) -> None:
         self.trainer, self.found = trainer, found
@@ -122,7 +122,8 @@ class AsRecorded:
 
     def config_of(self, number: int) -> Config:
         """The configuration that the step of this plan was executed with."""
-        return recorded_config(self.found.epoch_of(self._steps[number]))
+        planned_in = self.found.planned_in[self._steps[number]]
+        return recorded_config(next(e for e in self.found.epochs if e["epoch"] == planned_in))
 
     def execute_plan(self, number: int) -> Any:
         self.trainer.configure(one_rank(self.config_of(number), self.trainer.settings.model))

@@ -124,7 +124,7 @@ def waiting_for_rewards(fold: Fold, group: Group) -> list[Attempt]:
         attempt = fold.finished(group, rollout_id)
         if attempt is None and (own := group.attempts.get(rollout_id)):
             newest = own[max(own)]
-            attempt = newest if newest.is_whole() and fold.in_lineage(newest) else None
+            attempt = newest if newest.is_unscored() and fold.in_lineage(newest) else None
         if attempt is None:
             return []
         found.append(attempt)

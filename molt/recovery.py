@@ -219,7 +219,7 @@ async def _redo(
         plan = read_record(run.log.path, number)
         await configure(recorded_config(epochs[plan.epoch]))
         try:
-            return await run.cluster.execute(number)
+            return await run.meanwhile(run.cluster.execute(number), "a trainer rank")
         except MoltError as error:
             raise _explained(run.log, plan, error) from error
 

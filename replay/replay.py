@@ -38,6 +38,8 @@ class History:
 
     plans: dict[int, int] = field(default_factory=dict)
     """step -> number of its plan record."""
+    planned_in: dict[int, int] = field(default_factory=dict)
+    """step -> epoch of its plan: a later one may have executed and recorded it."""
     steps: dict[int, Row] = field(default_factory=dict)
     checkpoints: dict[int, Row] = field(default_factory=dict)
     epochs: list[Row] = field(default_factory=list)
@@ -74,6 +76,7 @@ def history(log: Log) -> History:
             continue
         if record.kind == "plan":
             found.plans[record.header["step"]] = record.n
+            found.planned_in[record.header["step"]] = record.epoch
         elif record.kind == "step":
             found.steps[record.rows[0]["step"]] = record.rows[0]
         elif record.kind == "checkpoint":

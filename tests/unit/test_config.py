@@ -67,7 +67,7 @@ sampling.top_k=-5 log.linger_s=-1 limits.noise=0
         ("reward.weights={score=nan}", r"reward\.weights\.score is nan; must be a finite number"),
         ("data.train={'a:b'=inf}", r"data\.train\.a:b is inf"),
         ("engine.weight_transfer=mpi", "one of .*'gloo', 'nccl'"),
-        ("agent.deadline_s=600", "run.stuck_s 600.*before a hung agent"),
+        ("agent.deadline_s=1800", "run.stuck_s 1800.*before a hung agent"),
         ("run.stuck_s=60", "agent.deadline_s is 120"),
         ("sampling.temperature=0", r"\[sampling\] has greedy: .*no token would be trained"),
         ("sampling.top_p=0.9", "has top_p"),

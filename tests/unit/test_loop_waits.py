@@ -35,7 +35,7 @@ async def driven(found: Simulation, work: Awaitable[Any]) -> Any:
 
 
 def test_an_old_driver_that_waits_is_fenced_by_a_new_epoch(tmp_path: Path) -> None:
-    found = begun(tmp_path / "log", config("run.steps=50", "run.stuck_s=20"))
+    found = begun(tmp_path / "log", config("run.steps=50", "run.stuck_s=20", "agent.deadline_s=9"))
 
     async def taken_over() -> None:
         waiting = asyncio.create_task(found.run.plan())
@@ -51,7 +51,7 @@ def test_an_old_driver_that_waits_is_fenced_by_a_new_epoch(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("what", ["training", "refit"])
 def test_a_call_that_never_answers_is_explained(tmp_path: Path, what: str) -> None:
-    found = begun(tmp_path / "log", config("run.steps=5", "run.stuck_s=1"))
+    found = begun(tmp_path / "log", config("run.steps=5", "run.stuck_s=1", "agent.deadline_s=0.5"))
     run = found.run
 
     async def hangs() -> None:
@@ -130,7 +130,8 @@ def test_a_rollout_that_nobody_scores_is_dropped_for_its_lag(
 
 def test_rewards_that_come_one_by_one_are_progress(tmp_path: Path) -> None:
     """Played in a moment, scored by somebody slow: longer in all than `run.stuck_s`."""
-    conf = config("run.steps=9", "data.rollouts_per_group=1", "algo.max_lag=0", "run.stuck_s=2")
+    stuck = ("run.stuck_s=2", "agent.deadline_s=1")
+    conf = config("run.steps=9", "data.rollouts_per_group=1", "algo.max_lag=0", *stuck)
     found = begun(tmp_path / "log", conf)
     players = found.players
 
