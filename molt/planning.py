@@ -75,11 +75,13 @@ def finished(fold: Fold, group: Group) -> list[Attempt]:
 def oldest_version(fold: Fold, group: Group, default: int) -> int:
     """The oldest version that sampled a token of this group: of each rollout the attempt that
     counts, or until there is one the newest of the lineage, whose tokens a resumed one begins with.
+    One that waits for its reward alone is no reason for others to wait.
     """
     found = finished(fold, group)
     for rollout_id in {*group.rollout_ids()} - {a.rollout_id for a in found}:
         known = group.attempts.get(rollout_id, {})
-        found += [a for _, a in sorted(known.items()) if fold.in_lineage(a)][-1:]
+        newest = [a for _, a in sorted(known.items()) if fold.in_lineage(a)][-1:]
+        found += [a for a in newest if not a.is_unscored()]
     return min((v.version for a in found for v in a.versions()), default=default)
 
 

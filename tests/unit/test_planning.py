@@ -271,6 +271,11 @@ def test_the_oldest_version_is_that_of_copied_tokens_too(log: Log, w: Writer) ->
     w.flush()
     fold.update()
     assert oldest_version(fold, fold.groups["train-0"], 7) == 0
+    digests = [make.segment()["digest"]]
+    w.append("rollouts", make.rollout(attempt=2, status="pending", digests=digests))
+    w.flush()
+    fold.update()
+    assert oldest_version(fold, fold.groups["train-0"], 7) == 3, "0 waits for its reward alone"
 
 
 @pytest.mark.parametrize("values", [[1.7e308, 1.7e308], [1e39], [-1e39], [1e38, 1e38]])
