@@ -410,7 +410,8 @@ class DataPass:
         trained = [f.epoch for f in self.facts.records if f.kind == "plan"]
         newest = max((e for e in trained if e in self.lineage.spans), default=0)
         for group_id, group in self.groups.items():
-            left = group.n - len(group.finished)
+            dropped = {r for r in self.facts.dropped if r.rpartition("/")[0] == group_id}
+            left = group.n - len(group.finished | dropped)
             if group_id.startswith("train-") and group.epoch < newest and left > 0:
                 self.report.violation(
                     "I5",

@@ -4,6 +4,7 @@ import factories as make
 import forge
 import pytest
 
+from molt.schemas.errors import LogCorrupt
 from molt.schemas.records import Version
 from molt.store import Log
 from molt.store.fold import COLUMNS, STREAMS, Fold, Ordinals, unsettled
@@ -304,3 +305,20 @@ def test_a_fold_follows_an_epoch_that_goes_back(log: Log, w: Writer) -> None:
     assert fold.last_planned == 1 == again.last_planned and fold.settled == again.settled
     log.control.put("plan", rows[1:2], make.plan_header(2))
     assert [r.kind for r in fold.update()] == ["plan"] and list(fold.groups) == ["train-2"]
+
+
+def test_an_update_that_failed_on_damage_is_made_up_for(log: Log, w: Writer) -> None:
+    w.append("prompts", make.prompt(0, n=1))
+    make.append_rollout(w, "train-0/0")
+    w.append("prompts", make.prompt(1, n=1))
+    w.flush()
+    last = make.data_commits(log.path, "prompts")[-1]
+    good = last.read_bytes()
+    make.flip(last, 300)
+    fold = Fold(log.tail(streams=STREAMS, columns=COLUMNS))
+    with pytest.raises(LogCorrupt):
+        fold.update()
+    last.write_bytes(good)
+    assert [r.kind for r in fold.update()] == ["epoch", "policy"]
+    assert fold.groups.keys() == {"train-0", "train-1"} == fold_of(log).groups.keys()
+    assert [g.group_id for g in make.closed_groups(fold)] == ["train-0"]
