@@ -8,7 +8,8 @@ if __name__ != "molt.store":
 
 from molt.store.appender import Appender
 from molt.store.log import Log
+from molt.store.pending import Ticket
 from molt.store.tail import Tail
-from molt.store.writer import Ticket, Writer
+from molt.store.writer import Writer
 
 __all__ = ["Appender", "Log", "Tail", "Ticket", "Writer"]

@@ -30,8 +30,9 @@ from molt.schemas.errors import MoltError, WriterClosed
 from molt.schemas.records import Ref
 from molt.store.files import make_dirs
 from molt.store.hints import FOLDER, HOST, short_path
+from molt.store.pending import Ticket
 from molt.store.reader import END
-from molt.store.writer import Ticket, Writer
+from molt.store.writer import Writer
 
 FRAME_BYTES_MAX = 1 << 30
 COMMAND = "import sys; from molt.store.appender import main; main(sys.argv[1])"

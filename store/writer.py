@@ -8,23 +8,21 @@ that were there when it became due, no later ones, and runs beside the caller's 
 """
 
 import datetime
+import errno
 import json
 import os
 import secrets
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
-from concurrent.futures import Future
-from dataclasses import dataclass
-from itertools import groupby
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 
 from molt.schemas.batch import clean_segments
-from molt.schemas.check import ROOT_DIGEST, Parent, check_routing_shape, check_row
-from molt.schemas.columns import Row, owned, row_name, to_rows, to_table
+from molt.schemas.check import Parent, check_routing_shape, check_row
+from molt.schemas.columns import Row, owned, row_name, to_rows
 from molt.schemas.errors import MoltError, SchemaMismatch, SegmentRejected, WriterClosed
 from molt.schemas.records import Ref, to_row
 from molt.schemas.streams import (
@@ -39,31 +37,21 @@ from molt.schemas.text import canonical_json
 from molt.store.commit import encode
 from molt.store.files import STORE, NameTaken, PublishUnknown, make_dirs
 from molt.store.hints import HOST, announce
+from molt.store.pending import (
+    Key,
+    Pending,
+    Ticket,
+    as_table,
+    commits_of,
+    key_of,
+    not_written,
+    size_of,
+    tickets_of,
+)
 from molt.store.reader import END, commit_path
 
 KEYS_REMEMBERED = 200_000
 """Own keys a writer remembers for the check "same key, same content"."""
-
-
-class Ticket(Future[Ref]):
-    """Resolves to the row's address once its commit is durable.
-
-    `ticket.result()` blocks; it raises what the publish raised, and then nothing of the row is
-    visible and the same append may be repeated.
-    """
-
-
-Key = tuple[Any, ...]
-
-
-@dataclass(slots=True)
-class _Pending:
-    """Rows of one stream that were appended together."""
-
-    stream: str
-    rows: list[Row] | pa.Table
-    tickets: list[Ticket]
-    keys: list[Key | None]
 
 
 class Writer:
@@ -104,7 +92,10 @@ class Writer:
         self._pid = os.getpid()
         self._lock = threading.Condition()
         self._publish_lock = threading.Lock()
-        self._pending: list[_Pending] = []
+        self._pending: list[Pending] = []
+        self._in_flight: list[Pending] = []
+        self._failed: list[Ticket] = []
+        """Of rows that failed since the last flush, the cause first; maybe nobody knows of it."""
         self._n_due = 0
         """As many of `_pending`, from the first on, are to be published now."""
         self._rows_behind = self._bytes_behind = 0
@@ -112,7 +103,7 @@ class Writer:
         self._idle = self._closed = False
         self._broken: WriterClosed | None = None
         """Why nothing can be appended any more, if so."""
-        self._keys: OrderedDict[tuple[Any, ...], tuple[bytes, Ticket | Ref]] = OrderedDict()
+        self._keys: OrderedDict[Key | None, tuple[bytes, Ticket | Ref]] = OrderedDict()
         """The content's digest, and the ticket until it is resolved: it is twenty times a Ref."""
         self._parents: dict[tuple[str, int], dict[int, Parent]] = {}
         self._open_directory()
@@ -151,14 +142,14 @@ class Writer:
         checked = check_row(stream, schema, mapping, self._parent_of(stream, mapping))
         if stream == "routing":
             check_routing_shape(checked, self._routing, self._chain_length(checked))
-        key, digest = _key(stream, checked)
+        key, digest = key_of(stream, checked)
         with self._lock:
             self._check_usable()
             if key is not None and key in self._keys:
                 return self._same_key(stream, checked, key, digest)
             ticket = Ticket()
             self._remember(stream, checked, key, digest, ticket)
-            self._queue(_Pending(stream, [checked], [ticket], [key]), _size(stream, checked))
+            self._queue(Pending(stream, [checked], [ticket], [key]), size_of(stream, checked))
             return ticket
 
     def append_table(self, stream: str, table: pa.Table) -> list[Ticket | MoltError]:
@@ -194,7 +185,7 @@ class Writer:
             for key, (place, parent), ticket in zip(keys, found.items(), tickets, strict=True):
                 self._remember_key(key, parent.digest, ticket)
                 self._parents.setdefault(place[:2], {})[place[2]] = parent
-            self._queue(_Pending(stream, table, tickets, keys), table.nbytes)
+            self._queue(Pending(stream, table, tickets, keys), table.nbytes)
         return tickets
 
     def _one_by_one(self, stream: str, table: pa.Table) -> list[Ticket | MoltError]:
@@ -206,7 +197,7 @@ class Writer:
                 tickets.append(error)
         return tickets
 
-    def _queue(self, pending: _Pending, n_bytes: int) -> None:
+    def _queue(self, pending: Pending, n_bytes: int) -> None:
         self._pending.append(pending)
         self._rows_behind += len(pending.tickets)
         self._bytes_behind += n_bytes
@@ -217,30 +208,40 @@ class Writer:
             self._lock.notify_all()  # only then: each wake-up takes the interpreter's lock
 
     def flush(self) -> None:
-        """Publish everything appended so far; returns when it is durable, raises if it is not."""
+        """Publish everything appended so far; returns when it is durable.
+
+        Raises the first failure since the last flush, also that of a commit made beside the caller,
+        unless its ticket has said so. Rows that failed may then be appended again.
+        """
+        self._check_usable()
         with self._lock:
             self._check_usable()
-            tickets = _tickets(self._pending)
+            tickets = tickets_of(self._in_flight + self._pending)
             self._all_due(wake=False)
-        self._publish_pending()
-        for ticket in tickets:
-            ticket.result()
+        self._settle(tickets)
 
     def close(self) -> None:
         """Flush, publish the `end` commit (readers forget this writer) and stop."""
+        self._check_process()
         with self._lock:
             if self._closed:
                 return
             self._check_usable()
-            tickets = _tickets(self._pending)
+            tickets = tickets_of(self._in_flight + self._pending)
             self._all_due(wake=False)
             self._closed = True
             self._lock.notify_all()
         self._thread.join()
-        self._publish_pending()
-        for ticket in tickets:
-            ticket.result()
+        self._settle(tickets)
         self._publish_commit(END, pa.table({}))
+
+    def _settle(self, tickets: Iterable[Ticket]) -> None:
+        """Publish what is due; raises if a row of `tickets` failed, or one that nobody knows of."""
+        self._publish_pending()
+        with self._lock:
+            failed, self._failed = self._failed, []
+        for ticket in (*(t for t in failed if not t.told), *tickets):
+            ticket.result()
 
     def __enter__(self) -> "Writer":
         return self
@@ -259,12 +260,16 @@ class Writer:
 
     # -- keys and parents ----------------------------------------------------------------------
 
-    def _check_usable(self) -> None:
+    def _check_process(self) -> None:
+        """Before any lock is taken: at a fork() another thread may have held it."""
         if os.getpid() != self._pid:
             raise WriterClosed(
                 f"writer {self.name} was opened by process {self._pid} and is used in "
                 f"{os.getpid()} after fork(); open a writer of its own in each process"
             )
+
+    def _check_usable(self) -> None:
+        self._check_process()
         if self._broken is not None:
             raise self._broken
         if self._closed:
@@ -315,12 +320,6 @@ class Writer:
             if len(self._keys) > KEYS_REMEMBERED:
                 self._keys.popitem(last=False)
 
-    def _forget(self, pending: list[_Pending]) -> None:
-        for p in pending:
-            for key in p.keys:
-                if key is not None:
-                    self._keys.pop(key, None)
-
     # -- publishing ----------------------------------------------------------------------------
 
     def _open_directory(self) -> None:
@@ -351,52 +350,60 @@ class Writer:
         with self._publish_lock:
             with self._lock:
                 pending, self._pending = self._pending[: self._n_due], self._pending[self._n_due :]
-                self._n_due = 0
+                self._in_flight, self._n_due = pending, 0
             streams = {p.stream for p in pending}
             own = sorted(s for s in streams if s not in FLUSH_ORDER)
             for stream in (*FLUSH_ORDER[:4], *own, *FLUSH_ORDER[4:]):
-                for batch in _commits([p for p in pending if p.stream == stream], self.flush_rows):
-                    if not self._publish_batch(stream, batch):
-                        self._fail_rest(pending)
-                        return
-
-    def _publish_batch(self, stream: str, batch: list[_Pending]) -> bool:
-        tickets, keys = _tickets(batch), [key for p in batch for key in p.keys]
-        try:
-            refs = self._publish_commit(stream, _as_table(self._schemas[stream], batch))
-        except Exception as error:
+                for batch in commits_of(
+                    [p for p in pending if p.stream == stream], self.flush_rows
+                ):
+                    try:
+                        refs = self._publish_commit(stream, as_table(self._schemas[stream], batch))
+                    except BaseException as error:
+                        self._fail(error, batch)
+                        if isinstance(error, Exception):
+                            return
+                        raise
+                    self._resolve(batch, refs)
             with self._lock:
-                self._forget(batch)
-            for ticket in tickets:
-                ticket.set_exception(error)
-            return False
+                self._in_flight = []
+
+    def _resolve(self, batch: list[Pending], refs: list[Ref | Exception]) -> None:
+        tickets, keys = tickets_of(batch), [key for p in batch for key in p.keys]
         with self._lock:
+            self._failed += [
+                t for t, r in zip(tickets, refs, strict=True) if isinstance(r, Exception)
+            ]
             for key, ref in zip(keys, refs, strict=True):
-                if key is not None and key in self._keys:
-                    if isinstance(ref, Exception):
-                        del self._keys[key]
-                    else:
-                        self._keys[key] = (self._keys[key][0], ref)
+                if isinstance(ref, Exception):
+                    self._keys.pop(key, None)
+                elif key in self._keys:
+                    self._keys[key] = (self._keys[key][0], ref)
         for ticket, ref in zip(tickets, refs, strict=True):
             if isinstance(ref, Exception):
                 ticket.set_exception(ref)
             else:
                 ticket.set_result(ref)
-        return True
 
-    def _fail_rest(self, pending: list[_Pending]) -> None:
+    def _fail(self, error: BaseException, batch: list[Pending]) -> None:
         """Order must hold: nothing that was appended behind a failed commit becomes visible."""
+        if not isinstance(error, Exception):  # nobody else is to be interrupted
+            error = OSError(errno.EINTR, f"interrupted while rows were published: {error!r}")
         with self._lock:
-            rest = [p for p in pending if not p.tickets[0].done()] + self._pending
-            self._pending, self._n_due = [], 0
+            rest = [p for p in self._in_flight if not p.tickets[0].done() and p not in batch]
+            rest += self._pending
+            self._in_flight, self._pending, self._n_due = [], [], 0
             self._rows_behind = self._bytes_behind = 0
-            self._forget(rest)
+            self._failed = [t for t in self._failed if not t.told] + tickets_of(batch + rest)
+            for p in batch + rest:
+                for key in p.keys:
+                    self._keys.pop(key, None)
+        for ticket in tickets_of(batch):
+            ticket.set_exception(error)
         for p in rest:
             rows = p.rows if isinstance(p.rows, list) else to_rows(p.rows)
             for ticket, row in zip(p.tickets, rows, strict=True):
-                ticket.set_exception(
-                    OSError(f"{row_name(p.stream, row)}: not written, an earlier commit failed")
-                )
+                ticket.set_exception(not_written(row_name(p.stream, row), error))
 
     def _publish_commit(self, stream: str, table: pa.Table) -> list[Ref | Exception]:
         for last in (False, True):
@@ -421,67 +428,3 @@ class Writer:
             announce(self.log)
             return [Ref(writer=self.name, seq=self._seq - 1, row=i) for i in range(table.num_rows)]
         raise AssertionError("unreachable")
-
-
-def _tickets(pending: Iterable[_Pending]) -> list[Ticket]:
-    return [ticket for p in pending for ticket in p.tickets]
-
-
-def _commits(pending: Iterable[_Pending], rows_max: int) -> Iterator[list[_Pending]]:
-    """In order, as many together as a commit may hold rows."""
-    batch: list[_Pending] = []
-    n = 0
-    for p in pending:
-        if batch and n + len(p.tickets) > rows_max:
-            yield batch
-            batch, n = [], 0
-        batch.append(p)
-        n += len(p.tickets)
-    if batch:
-        yield batch
-
-
-def _as_table(schema: pa.Schema, pending: Iterable[_Pending]) -> pa.Table:
-    """All rows in order; single ones that follow each other are packed together."""
-    parts = []
-    for single, run in groupby(pending, lambda p: isinstance(p.rows, list)):
-        if single:
-            parts.append(to_table(schema, [row for p in run for row in p.rows]))
-        else:
-            parts += [p.rows for p in run]
-    return parts[0] if len(parts) == 1 else pa.concat_tables(parts)
-
-
-def _key(stream: str, row: Row) -> tuple[tuple[Any, ...] | None, bytes]:
-    """The row's identity in its stream and a digest of its content without `at`."""
-    if stream == "segments":
-        return (stream, row["rollout_id"], row["attempt"], row["segment"]), row["digest"]
-    if stream == "rollouts":
-        # A pending outcome may be followed by the final one: the status is part of the key.
-        key = (stream, row["rollout_id"], row["attempt"], row["status"] == "pending")
-        return key, repr((row["status"], row["reason"], row["chain_digest"])).encode()
-    if stream == "rewards":
-        names = ("rollout_id", "attempt", "segment", "token", "name", "revision")
-        return (stream, *(row[n] for n in names)), repr(row["value"]).encode()
-    return None, ROOT_DIGEST
-
-
-_LONG = {
-    "prompts": {"prompt": 1},
-    "segments": {"token_ids": 6, "logprobs": 4, "messages": 1},
-    "routing": {"experts": 1},
-    "rewards": {},
-    "rollouts": {"metrics": 1},
-    "scores": {"values": 4},
-}
-"""Columns that may be long, and bytes of each item, the masks with the ids."""
-
-
-def _size(stream: str, row: Row) -> int:
-    """About the raw bytes of a row."""
-    if stream not in _LONG:
-        return 512 + sum(4 * len(v) for v in row.values() if isinstance(v, Sized))
-    size = 512
-    for name, width in _LONG[stream].items():
-        size += width * len(row[name])
-    return size
