@@ -20,6 +20,7 @@ from molt.schemas.control import CONTROL, CONTROL_VERSIONS, HEADERS
 from molt.schemas.errors import ConfigError, Fenced, LogCorrupt, LogGap, SegmentRejected
 from molt.schemas.records import to_row
 from molt.schemas.streams import schema_id
+from molt.schemas.text import canonical_json
 from molt.store.commit import Commit, decode, encode
 from molt.store.files import STORE, NameTaken
 from molt.store.hints import announce
@@ -121,6 +122,8 @@ class ControlLog:
         self.epoch = 0
         self.next_n = 0
         self._nonce = secrets.token_hex(8)
+        self._tried_at: datetime.datetime | None = None
+        """Time of the put of `next_n` whose outcome is not known."""
 
     def open_epoch(
         self,
@@ -156,24 +159,42 @@ class ControlLog:
                 self._publish(n, "epoch", [row], None)
             except NameTaken:
                 continue
-            self.epoch, self.next_n = row["epoch"], n + 1
+            self.epoch, self.next_n, self._tried_at = row["epoch"], n + 1, None
             return read_record(self.log, n)
 
     def put(self, kind: str, rows: Sequence[Any], header: Mapping[str, Any] | None = None) -> int:
-        """Publish one record under the next number; returns the number."""
-        now = datetime.datetime.now(datetime.UTC).replace(tzinfo=None)
+        """Publish one record under the next number; returns the number.
+
+        After an OSError, whose record may be there, the same put may be repeated.
+        """
+        # The same time makes the same bytes, and these are no other's: the nonce is in them.
+        now = self._tried_at or datetime.datetime.now(datetime.UTC).replace(tzinfo=None)
         plain = [dict(r) if isinstance(r, Mapping) else to_row(r) for r in rows]
         if header is not None:
             header = {"epoch": self.epoch, **header}
+            try:
+                canonical_json(header)
+            except (TypeError, ValueError) as error:
+                raise SegmentRejected(f"header of '{kind}' {header}: {error}") from None
         try:
             self._publish(self.next_n, kind, [{"at": now, **r} for r in plain], header)
         except NameTaken:
             other = read_record(self.log, self.next_n)
+            if self._tried_at and other.epoch == self.epoch:
+                raise Fenced(
+                    f"control record {self.next_n} is a '{other.kind}' that this driver could not "
+                    f"confirm; another '{kind}' cannot take its place. This driver stops; the next "
+                    "start goes on from that record"
+                ) from None
             raise Fenced(
                 f"epoch {self.epoch} lost this log: control record {self.next_n} is a "
                 f"'{other.kind}' of epoch {other.epoch}. Another driver has taken over; this one "
                 "stops and changes nothing"
             ) from None
+        except OSError:
+            self._tried_at = now
+            raise
+        self._tried_at = None
         self.next_n += 1
         return self.next_n - 1
 

@@ -54,13 +54,14 @@ class Listener:
 
 def announce(log: Path) -> None:
     """Wake the tails of this host. Never blocks, never fails; ears of dead readers are removed."""
-    ears = [n for n in STORE.list(log / FOLDER) if n.startswith(f"{HOST}-tail-")]
-    if not ears:
-        return
-    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK) as out:
-        for ear in ears:
-            with contextlib.suppress(OSError), short_path(log / FOLDER / ear) as name:
-                try:
-                    out.sendto(b"", name)
-                except ConnectionRefusedError:
-                    os.unlink(log / FOLDER / ear)
+    with contextlib.suppress(OSError):  # what it speaks of is durable already
+        ears = [n for n in STORE.list(log / FOLDER) if n.startswith(f"{HOST}-tail-")]
+        if not ears:
+            return
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK) as out:
+            for ear in ears:
+                with contextlib.suppress(OSError), short_path(log / FOLDER / ear) as name:
+                    try:
+                        out.sendto(b"", name)
+                    except ConnectionRefusedError:
+                        os.unlink(log / FOLDER / ear)

@@ -1,9 +1,11 @@
 """The control log: one sequence, exclusive numbers, and who belongs to which lineage (I4, I5)."""
 
+import errno
 from concurrent.futures import ThreadPoolExecutor
 
 import factories as make
 import pytest
+from faulty import FaultyOs
 
 from molt.schemas.control import CONTROL, HEADERS
 from molt.schemas.errors import ConfigError, Fenced, LogCorrupt, LogGap, SegmentRejected
@@ -66,6 +68,38 @@ def test_a_bad_record_is_refused_and_takes_no_number(
     with pytest.raises(SegmentRejected, match=why):
         log.control.put(kind, rows, header)
     assert log.control.put("policy", [make.policy(1, 1)]) == 2
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), object(), b"x"])
+def test_a_header_that_is_not_json_is_refused(log: Log, value: object) -> None:
+    with pytest.raises(SegmentRejected, match="header of 'plan'"):
+        log.control.put("plan", [], make.plan_header(1, max_lag=value))
+    assert log.control.put("policy", [make.policy(1, 1)]) == 2
+
+
+def test_a_put_of_unknown_outcome_can_be_repeated(
+    log: Log, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second fsync is that of the folder, behind the link: the record is there, or not."""
+    for n, lost in ((2, {"call": "fsync", "first": 2}), (3, {"call": "write"})):
+        with monkeypatch.context() as patch:
+            patch.setattr("molt.store.files.os", FaultyOs(error=errno.EIO, **lost))
+            with pytest.raises(OSError):
+                log.control.put("policy", [make.policy(1, n)])
+        if len(log.records()) > n:
+            with pytest.raises(Fenced, match="a 'policy' that this driver could not confirm"):
+                log.control.put("drop", [make.drop_row("train-0")], {})
+        assert log.control.put("policy", [make.policy(1, n)]) == n
+    assert log.control.put("policy", [make.policy(1, 4)]) == 4
+    assert kinds(log)[1:] == [(n, "policy", 1) for n in range(1, 5)]
+    other = Log.open(log.path)
+    with monkeypatch.context() as patch:
+        patch.setattr("molt.store.files.os", FaultyOs("write", errno.EIO))
+        with pytest.raises(OSError):
+            log.control.put("policy", [make.policy(1, 5)])
+    make.open_epoch(other)
+    with pytest.raises(Fenced, match="'epoch' of epoch 2"):
+        log.control.put("policy", [make.policy(1, 5)])
 
 
 def test_a_missing_record_is_a_gap_and_a_damaged_one_is_named(log: Log) -> None:

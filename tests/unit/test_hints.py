@@ -1,11 +1,13 @@
 """Hints: a tail wakes early; with hints lost, doubled or forged it finds the same commits."""
 
+import errno
 import socket
 import subprocess
 import sys
 import threading
 
 import factories as make
+import pytest
 
 from molt.store import Log
 from molt.store.hints import FOLDER, Listener, announce, short_path
@@ -65,6 +67,24 @@ def test_hints_reach_other_processes_and_deep_folders(tmp_path) -> None:
     )
     assert ear.wait(60)
     ear.close()
+
+
+@pytest.mark.parametrize("call", ["molt.store.hints.socket.socket", "molt.store.hints.STORE.list"])
+def test_what_is_durable_is_not_lost_by_a_hint(log: Log, monkeypatch, call: str) -> None:
+    def refuse(*_):
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    tail = log.tail()
+    tail.wait(0)
+    with log.writer(linger_s=60) as w, monkeypatch.context() as patch:
+        ticket = w.append("rewards", make.reward())
+        patch.setattr(call, refuse)
+        w.flush()
+        assert log.control.put("policy", [make.policy(1, 1)]) == 2
+        patch.undo()
+        assert ticket.result().row == 0
+    tail.close()
+    assert [r.kind for r in log.records()] == ["epoch", "policy", "policy"]
 
 
 def test_a_log_that_cannot_be_written_to_is_polled(log: Log, monkeypatch) -> None:
