@@ -17,10 +17,12 @@ from molt.schemas.check import (
     ENUMS_OF,
     LENGTH,
     LOGPROB_MAX,
+    NOT_NEGATIVE,
     ROOT_DIGEST,
     Parent,
     digest_of,
     ends_inside,
+    wrong_name,
 )
 from molt.schemas.columns import flat, one_chunk
 from molt.schemas.streams import ROW_TOKENS_MAX
@@ -40,6 +42,8 @@ def clean_segments(table: pa.Table, parent_of: ParentOf) -> dict[Place, Parent] 
     """
     if _has_null(table) or not _known_words(table) or len(one_chunk(table, "media").flatten()):
         return None
+    if not _named(table) or not _not_negative(table):
+        return None
     tokens = {name: flat(table, name) for name in DIGESTED}
     runs = _runs(table)
     if runs is None or not _clean_tokens(tokens, *runs):
@@ -50,7 +54,8 @@ def clean_segments(table: pa.Table, parent_of: ParentOf) -> dict[Place, Parent] 
 def _has_null(table: pa.Table) -> bool:
     columns = [one_chunk(table, f.name) for f in table.schema if not f.nullable]
     columns += [c.values for c in columns if pa.types.is_large_list(c.type)]
-    columns.append(one_chunk(table, "sampling").field("stop").values)
+    sampling = one_chunk(table, "sampling")
+    columns += [*sampling.flatten(), sampling.field("stop").values]
     return any(c.null_count for c in columns)
 
 
@@ -59,6 +64,16 @@ def _known_words(table: pa.Table) -> bool:
         set(pc.unique(table.column(name)).to_pylist()) <= allowed | {None}
         for name, allowed in ENUMS_OF["segments"]
     )
+
+
+def _named(table: pa.Table) -> bool:
+    names = (table.column(name).to_pylist() for name in ("rollout_id", "group_id"))
+    return not any(wrong_name(*pair) for pair in set(zip(*names, strict=True)))
+
+
+def _not_negative(table: pa.Table) -> bool:
+    columns = (one_chunk(table, n) for n in NOT_NEGATIVE if n in table.column_names)
+    return all((column.fill_null(0).to_numpy() >= 0).all() for column in columns)
 
 
 def _runs(table: pa.Table) -> tuple[Int64s, npt.NDArray[np.void]] | None:
@@ -119,7 +134,9 @@ def _linked(
         above: Parent | None = None
         if parent is not None:
             above = found.get((rollout, attempt, parent)) or parent_of(rollout, attempt, parent)
-            if not 0 <= parent < segment or keep < 1 or (above and not ends_inside(keep, above)):
+            if not 0 <= parent < segment or keep < 1:
+                return None
+            if above and (above.media or not ends_inside(keep, above)):
                 return None
         elif keep != 0:
             return None

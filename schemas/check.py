@@ -5,20 +5,23 @@ and both values. `check_row` is the one entry: schema first, then the stream's o
 """
 
 import hashlib
+import json
 import math
+import re
 import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import xxhash
 
-from molt.schemas.columns import Row, normalise, row_name
+from molt.schemas.columns import LISTS, Row, check_storable, normalise, row_name
 from molt.schemas.control import CONTROL_ENUMS
 from molt.schemas.errors import SegmentRejected
-from molt.schemas.streams import ENUMS, expert_dtype
+from molt.schemas.streams import ENUMS, STREAMS, expert_dtype
 
 ROOT_DIGEST = bytes(32)
 LOGPROB_MAX = 1e-4
@@ -34,6 +37,8 @@ class Parent:
     """Tokens of the parent's whole chain, root to its own last token."""
     n_own: int
     """Tokens of the parent's own row."""
+    media: tuple[tuple[int, int], ...] = ()
+    """(first, end) of the media runs in its own row, counted in its chain; no child cuts them."""
 
 
 DIGESTED: dict[str, np.dtype[Any]] = {
@@ -76,6 +81,11 @@ def check_row(
         row = _unsampled_to_zero(row)
     out = normalise(stream, schema, row)
     check_enums(stream, out)
+    if stream in STREAMS:
+        check_names(stream, out)
+        check_numbers(stream, out)
+    else:
+        check_storable(stream, schema, out)
     if stream == "segments":
         check_segment(out, parent)
     elif stream in CHECKS:
@@ -94,6 +104,70 @@ def check_enums(stream: str, row: Row) -> None:
             raise _refused(stream, row, f"{name} '{value}' is none of {sorted(allowed)}")
 
 
+_NUMBER = "(?:0|[1-9][0-9]{0,17})"
+ROLLOUT_ID = re.compile(
+    f"((?:{'|'.join(sorted(ENUMS['prompts', 'purpose']))})-{_NUMBER})/{_NUMBER}"
+)
+
+
+@lru_cache(maxsize=1 << 14)
+def wrong_name(rollout_id: str, group_id: str | None = None) -> str | None:
+    """Why readers could not take the name of a rollout apart; None if they can.
+
+    >>> wrong_name("train-7/0", "train-7")
+    >>> wrong_name("train-7/0", "train-8")
+    "rollout_id 'train-7/0' is not of group 'train-8'"
+    """
+    found = ROLLOUT_ID.fullmatch(rollout_id)
+    if found is None:
+        return f"rollout_id '{rollout_id}' is not <purpose>-<ordinal>/<i>"
+    if group_id not in (None, found[1]):
+        return f"rollout_id '{rollout_id}' is not of group '{group_id}'"
+    return None
+
+
+def check_names(stream: str, row: Row) -> None:
+    rollouts = row["rollouts"] if stream == "prompts" else [row]
+    for rollout in rollouts:
+        why = wrong_name(rollout["rollout_id"] or "", row.get("group_id"))
+        if why:
+            raise _refused(stream, row, why)
+
+
+NOT_NEGATIVE = ("attempt", "segment", "start", "token", "source_attempt", "n_segments", "version")
+_NUMBERS = {s: [n for n in NOT_NEGATIVE if n in schema.names] for s, schema in STREAMS.items()}
+_NESTED = {"prompts": ["rollouts"], "segments": ["sampling", "version_runs", "media"]}
+_NESTED["rollouts"] = ["counts"]
+_OPTIONAL = {"processor_digest", "params"}
+
+
+def check_numbers(stream: str, row: Row) -> None:
+    """No count or index is below 0, no part of a nested value is missing."""
+    for name in _NUMBERS[stream]:
+        value = row[name]
+        if value is not None and value < 0:
+            raise _refused(stream, row, f"{name} {value} < 0")
+    for name in _NESTED.get(stream, ()):
+        value = row[name]
+        for item in value if isinstance(value, list) else [value]:
+            if None in item.values() and {n for n in item if item[n] is None} - _OPTIONAL:
+                raise _refused(stream, row, f"{name} lacks a value: {item}")
+
+
+def check_json(stream: str, row: Row, name: str, kind: type) -> None:
+    """A user's own text, of any kind, may hold control characters; SQL reads objects."""
+    try:
+        value = json.loads(row[name], parse_constant=_no_constant, strict=kind is dict)
+    except (ValueError, RecursionError) as error:
+        raise _refused(stream, row, f"{name} is not JSON: {error!s:.200}") from None
+    if not isinstance(value, kind):
+        raise _refused(stream, row, f"{name} is not a JSON object: {row[name]:.80}")
+
+
+def _no_constant(text: str) -> None:
+    raise ValueError(f"{text} is no JSON")
+
+
 ENUMS_OF: dict[str, list[tuple[str, frozenset[str]]]] = {}
 for (_owner, _name), _allowed in (ENUMS | CONTROL_ENUMS).items():
     ENUMS_OF.setdefault(_owner, []).append((_name, _allowed))
@@ -102,9 +176,9 @@ for (_owner, _name), _allowed in (ENUMS | CONTROL_ENUMS).items():
 def _unsampled_to_zero(row: Mapping[str, Any]) -> Mapping[str, Any]:
     """None stands for "no logprob"; it is legal only where the token was not sampled."""
     logprobs, sampled = row.get("logprobs"), row.get("sampled")
-    if logprobs is None or sampled is None or isinstance(logprobs, np.ndarray):
+    if isinstance(logprobs, np.ndarray) or not isinstance(logprobs, Sequence):
         return row
-    if len(logprobs) != len(sampled):
+    if not isinstance(sampled, LISTS) or len(logprobs) != len(sampled):
         return row
     for i, (value, flag) in enumerate(zip(logprobs, sampled, strict=True)):
         if value is None and flag:
@@ -204,6 +278,9 @@ def _check_link(row: Row, parent: Parent | None) -> None:
         _reject(row, f"keep is {row['keep']}; a child keeps at least one token of its parent")
     if parent is None:
         return
+    for first, end in parent.media:
+        if first < row["keep"] < end:
+            _reject(row, f"keep {row['keep']} ends inside a media run, tokens {first + 1} to {end}")
     if not ends_inside(row["keep"], parent):
         first_own = parent.n_chain - parent.n_own
         own = f"whose own tokens are {first_own + 1} to {parent.n_chain} of its chain"
@@ -213,6 +290,13 @@ def _check_link(row: Row, parent: Parent | None) -> None:
 def ends_inside(keep: int, parent: Parent) -> bool:
     """Whether the last kept token is one of the parent's own."""
     return parent.n_chain - parent.n_own < keep <= parent.n_chain
+
+
+def parent_of(row: Row) -> Parent:
+    """What the children of a segment must agree with."""
+    n_own, keep = len(row["token_ids"]), row["keep"]
+    media = [(keep + run["start"], keep + run["start"] + run["n_tokens"]) for run in row["media"]]
+    return Parent(digest=row["digest"], n_chain=keep + n_own, n_own=n_own, media=tuple(media))
 
 
 def check_reward(row: Row) -> None:
@@ -225,6 +309,8 @@ def check_reward(row: Row) -> None:
 
 
 def check_scores(row: Row) -> None:
+    if row["epoch"] < 1:
+        raise _refused("scores", row, f"epoch {row['epoch']} < 1")
     bad = np.flatnonzero(~np.isfinite(row["values"]))
     if len(bad):
         raise _refused("scores", row, f"value {row['values'][bad[0]]} at index {bad[0]}")
@@ -233,7 +319,7 @@ def check_scores(row: Row) -> None:
 def check_routing(row: Row) -> None:
     """Rows must fit `n` positions and their own hashes (shape is checked with the metadata)."""
     n, size = row["n"], len(row["experts"])
-    if n < 1 or len(row["row_xxh3"]) != n or size % n:
+    if n < 1 or not size or len(row["row_xxh3"]) != n or size % n:
         why = f"{size} bytes and {len(row['row_xxh3'])} hashes for {n} positions"
         raise _refused("routing", row, why)
     found, recorded = row_hashes(row["experts"], n), row["row_xxh3"].tolist()
@@ -250,14 +336,26 @@ def row_hashes(data: bytes, n: int) -> list[int]:
     return [hash_of(view[at : at + width]) for at in range(0, n * width, width)]
 
 
+def routing_shape(metadata: Mapping[str, str]) -> tuple[int, int, int, np.dtype[Any]]:
+    """layers, top_k, experts, dtype; KeyError if one is not there, ValueError if it is none."""
+    if not all(isinstance(text, str) for text in metadata.values()):
+        raise ValueError(f"metadata {dict(metadata)} are not texts")
+    layers, top_k = int(metadata["molt.layers"]), int(metadata["molt.top_k"])
+    n_experts, dtype = int(metadata["molt.experts"]), metadata["molt.dtype"]
+    if layers < 1 or top_k < 1 or dtype != expert_dtype(n_experts):
+        raise ValueError(f"{layers} layers, top {top_k} of {n_experts} experts as {dtype}")
+    return layers, top_k, n_experts, np.dtype(dtype)
+
+
 def check_routing_shape(row: Row, metadata: Mapping[str, str], n_chain: int | None = None) -> None:
     """A routing row against the shape in the commit's metadata and, if known, its chain's end."""
     try:
-        layers, top_k = int(metadata["molt.layers"]), int(metadata["molt.top_k"])
-        n_experts, dtype = int(metadata["molt.experts"]), np.dtype(metadata["molt.dtype"])
+        layers, top_k, n_experts, dtype = routing_shape(metadata)
     except KeyError as error:
         why = f"no {error} for this run; open the writer with routing=routing_metadata(...)"
         raise _refused("routing", row, why) from None
+    except ValueError as error:
+        raise _refused("routing", row, str(error)) from None
     first, n = row["start"], row["n"]
     size = n * layers * top_k * dtype.itemsize
     if len(row["experts"]) != size:
@@ -320,6 +418,11 @@ def routing_columns(experts_NLK: np.ndarray, n_experts: int) -> Row:
 
     Ids that the run's dtype cannot hold are refused, never wrapped.
     """
+    if experts_NLK.ndim != 3 or not experts_NLK.size or experts_NLK.dtype.kind not in "iu":
+        raise SegmentRejected(
+            f"expert ids {experts_NLK.shape} of {experts_NLK.dtype}; whole numbers are needed, "
+            "[N, layers, top_k], none of them 0"
+        )
     if experts_NLK.min() < 0 or experts_NLK.max() >= n_experts:
         raise SegmentRejected(
             f"expert ids {experts_NLK.min()} to {experts_NLK.max()} in a run of {n_experts} experts"
@@ -335,11 +438,19 @@ def check_prompt(row: Row) -> None:
     if row["n"] < 1 or row["ordinal"] < 0 or row["attempt"] < 0:
         why = f"n {row['n']}, ordinal {row['ordinal']}, attempt {row['attempt']}"
         raise _refused("prompts", row, why)
+    for rollout in row["rollouts"]:
+        if rollout["attempt"] < 0:
+            raise _refused("prompts", row, f"attempt {rollout['attempt']} of a rollout")
+    check_json("prompts", row, "prompt", object)
 
 
 def check_rollout(row: Row) -> None:
     if row["status"] in ("failed", "aborted") and not row["reason"]:
         raise _refused("rollouts", row, f"status {row['status']} needs a reason")
+    if min(row["counts"].values()) < 0 or not 0 <= row["seconds"] < math.inf:
+        why = f"impossible counts {row['counts']} or seconds {row['seconds']}"
+        raise _refused("rollouts", row, why)
+    check_json("rollouts", row, "metrics", dict)
 
 
 CHECKS: dict[str, Callable[[Row], None]] = {

@@ -97,8 +97,13 @@ def converter(type_: pa.DataType) -> Convert:
         return _list_converter(type_.value_type)
     if pa.types.is_struct(type_):
         fields = [type_.field(i) for i in range(type_.num_fields)]
-        return partial(_struct, {f.name: converter(f.type) for f in fields})
-    return partial(_bytes, type_.byte_width if pa.types.is_fixed_size_binary(type_) else None)
+        required = [f.name for f in fields if not f.nullable]
+        return partial(_struct, {f.name: converter(f.type) for f in fields}, required)
+    if pa.types.is_fixed_size_binary(type_):
+        return partial(_bytes, type_.byte_width)
+    if pa.types.is_binary(type_) or pa.types.is_large_binary(type_):
+        return partial(_bytes, None)
+    return partial(_other, type_)
 
 
 def _text(value: Any) -> str:
@@ -149,11 +154,22 @@ def _bytes(width: int | None, value: Any) -> bytes:
     return bytes(value)
 
 
-def _struct(fields: Mapping[str, Convert], value: Any) -> Row:
+def _other(type_: pa.DataType, value: Any) -> Any:
+    """A type that only users' own streams have: Arrow decides."""
+    try:
+        return pa.scalar(value, type_).as_py()
+    except pa.ArrowException as error:
+        raise TypeError(error) from None
+
+
+def _struct(fields: Mapping[str, Convert], required: Sequence[str], value: Any) -> Row:
     if type(value) is not dict and not isinstance(value, Mapping):
         raise TypeError(f"got {type(value).__name__}")
     if value.keys() != fields.keys():
         raise ValueError(f"fields {sorted(value)} instead of {sorted(fields)}")
+    for name in required:
+        if value[name] is None:
+            raise TypeError(f"'{name}' is None")
     return {n: None if (v := value[n]) is None else make(v) for n, make in fields.items()}
 
 
@@ -212,6 +228,14 @@ def to_table(schema: pa.Schema, rows: Sequence[Row]) -> pa.Table:
     """Normalised rows as one table of exactly `schema`."""
     packed = pa.array(rows, _fields(schema)[1])  # one call: each costs more than a row's values
     return pa.Table.from_arrays(packed.flatten(), schema=schema)
+
+
+def check_storable(stream: str, schema: pa.Schema, row: Row) -> None:
+    """Refuses a value that only Arrow knows to be too large, or none, for a user's own type."""
+    try:
+        to_table(schema, [row]).validate(full=True)
+    except (pa.ArrowException, TypeError, ValueError, OverflowError) as error:
+        raise SegmentRejected(f"{row_name(stream, row)}: {error}") from None
 
 
 def owned(table: pa.Table) -> pa.Table:

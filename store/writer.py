@@ -21,7 +21,7 @@ from typing import Any
 import pyarrow as pa
 
 from molt.schemas.batch import clean_segments
-from molt.schemas.check import Parent, check_routing_shape, check_row
+from molt.schemas.check import Parent, check_routing_shape, check_row, parent_of, routing_shape
 from molt.schemas.columns import Row, owned, row_name, to_rows
 from molt.schemas.errors import MoltError, SchemaMismatch, SegmentRejected, WriterClosed
 from molt.schemas.records import Ref, to_row
@@ -88,6 +88,13 @@ class Writer:
             self._schemas[name] = schema.append(AT) if "at" not in schema.names else schema
         self._schema_texts: dict[str, str] = {}
         self._routing = dict(routing or {})
+        if self._routing:
+            try:
+                routing_shape(self._routing)
+            except (KeyError, ValueError) as error:
+                raise SegmentRejected(
+                    f"routing={self._routing}: {error!r}; see routing_metadata(...)"
+                ) from None
         self._redact = redact
         self._pid = os.getpid()
         self._lock = threading.Condition()
@@ -278,8 +285,10 @@ class Writer:
     def _parent_of(self, stream: str, row: Mapping[str, Any]) -> Parent | None:
         if stream != "segments" or row.get("parent") is None:
             return None
-        known = self._parents.get((str(row.get("rollout_id")), int(row.get("attempt") or 0)), {})
-        return known.get(int(row["parent"]))
+        try:
+            return self._parents.get((row["rollout_id"], row["attempt"]), {}).get(row["parent"])
+        except (KeyError, TypeError):  # it says itself what is missing or no number
+            return None
 
     def _chain_length(self, row: Row) -> int | None:
         known = self._parents.get((row["rollout_id"], row["attempt"]), {}).get(row["segment"])
@@ -307,10 +316,7 @@ class Writer:
         who = (row.get("rollout_id"), row.get("attempt"))
         if stream == "segments":
             family = self._parents.setdefault(who, {})  # type: ignore[arg-type]
-            n_own = len(row["token_ids"])
-            family[row["segment"]] = Parent(
-                digest=row["digest"], n_chain=row["keep"] + n_own, n_own=n_own
-            )
+            family[row["segment"]] = parent_of(row)
         elif stream == "rollouts" and row["status"] != "pending":
             self._parents.pop(who, None)  # type: ignore[arg-type]
 

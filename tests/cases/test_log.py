@@ -83,12 +83,11 @@ def test_p32_a_full_disk_fails_the_append_and_nothing_else(
 
 def test_p34_a_repeated_append_counts_once(log: Log, w: Writer) -> None:
     case = make.load_case("P34")
-    (rollout_id, attempt, segment), contents = case["given"]["key"], case["given"]["appends"]
+    (name, attempt, segment), contents = case["given"]["key"], case["given"]["appends"]
+    rollout_id = f"train-0/{name.removeprefix('r')}"
     results, first = [], None
     for ids in contents:
-        row = make.segment(
-            rollout_id=rollout_id, attempt=attempt, segment=segment, ids=ids, group_id="train-0"
-        )
+        row = make.segment(rollout_id=rollout_id, attempt=attempt, segment=segment, ids=ids)
         try:
             ticket = w.append("segments", row)
             results.append("duplicate ignored" if ticket is first else "stored")

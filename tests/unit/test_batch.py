@@ -108,6 +108,14 @@ CHANGES: dict[str, Callable[[Row], Any]] = {
     "media": lambda r: r.update(media=[make.media(start=90)]),
     "masked": lambda r: r.update(train=[0] * len(r["train"]), train_reason="test"),
     "masked without a reason": lambda r: r.update(train=[0] * len(r["train"])),
+    "attempt": lambda r: r.update(attempt=-1),
+    "source attempt": lambda r: r.update(source_attempt=-1),
+    "segment below 0": lambda r: r.update(segment=-1, parent=None, keep=0),
+    "odd name": lambda r: r.update(rollout_id="r7", group_id="r"),
+    "another group": lambda r: r.update(group_id="train-1"),
+    "no temperature": lambda r: r.update(sampling={**r["sampling"], "temperature": None}),
+    "image": lambda r: r.update(media=[make.media(start=0)]),
+    "image cut": lambda r: r.update(media=[make.media(start=6, n_tokens=5)]),
     "unknown parent": lambda r: r.update(rollout_id="train-9/0"),
     "the same segment": lambda r: r.update(segment=0, parent=None, keep=0),
     "nothing": lambda r: None,
@@ -191,6 +199,16 @@ def test_a_child_is_checked_against_a_parent_of_an_earlier_table(w: Writer) -> N
     w.flush()
     assert isinstance(good, Ticket) and isinstance(bad, SegmentRejected)
     assert "does not end inside parent 0" in str(bad)
+
+
+def test_a_child_that_cuts_an_image_of_an_earlier_table_is_refused(w: Writer) -> None:
+    root, child, fork = chain()
+    root["media"] = [make.media(start=5, n_tokens=3)]
+    w.append_table("segments", table_of(root))
+    good, bad = w.append_table("segments", table_of(child, fork))
+    w.flush()
+    assert isinstance(good, Ticket) and isinstance(bad, SegmentRejected)
+    assert "keep 7 ends inside a media run, tokens 6 to 8" in str(bad)
 
 
 def test_a_large_table_is_several_commits_between_single_rows(log: Log) -> None:

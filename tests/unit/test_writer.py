@@ -1,5 +1,7 @@
 """The writer: durable before it counts, in order, once."""
 
+import datetime
+import decimal
 import json
 import multiprocessing
 import os
@@ -163,6 +165,41 @@ def test_a_users_own_stream_is_declared_when_the_writer_opens(log: Log) -> None:
     for name in ("mood", "x_", "x_Mood", "x_a.b", "x_a/b"):
         with pytest.raises(SegmentRejected, match="called x_"):
             log.writer(user_schemas={name: schema})
+
+
+@pytest.mark.parametrize(
+    ("kind", "good", "bad"),
+    [
+        (pa.date32(), datetime.date(2026, 1, 1), b"x"),
+        (pa.timestamp("ns"), datetime.datetime(2026, 1, 1), datetime.datetime(9000, 1, 1)),
+        (pa.decimal128(5, 2), decimal.Decimal("1.50"), decimal.Decimal("123456")),
+        (pa.list_(pa.int32()), [1, 2], ["a"]),
+        (pa.list_(pa.int32(), 2), [1, 2], [1]),
+        (pa.struct([pa.field("a", pa.int64(), nullable=False)]), {"a": 1}, {"a": None}),
+    ],
+)
+def test_a_bad_row_of_a_users_stream_is_refused_alone(
+    log: Log, kind: pa.DataType, good: object, bad: object
+) -> None:
+    with log.writer(user_schemas={"x_own": pa.schema([("v", kind)])}, linger_s=60) as w:
+        ticket = w.append("x_own", {"v": good})
+        with pytest.raises(SegmentRejected, match="x_own row: "):
+            w.append("x_own", {"v": bad})
+        w.flush()
+        assert log.row(ticket.result())["v"] == good
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"molt.layers": "x"}, {"molt.layers": 2}, {"molt.dtype": "uint16"}, {"molt.top_k": "0"}],
+)
+def test_routing_metadata_that_name_no_shape_are_refused(log: Log, change: dict) -> None:
+    shape = routing_metadata(layers=2, top_k=2, n_experts=8)
+    for bad in (shape | change, {"molt.layers": "2"}):
+        with pytest.raises(SegmentRejected, match="routing_metadata"):
+            log.writer(routing=bad)
+    with log.writer(linger_s=60) as w, pytest.raises(SegmentRejected, match="'parent' must be"):
+        w.append("segments", make.segment() | {"parent": "a"})
 
 
 def test_a_bad_row_does_not_stop_the_others(log: Log, w: Writer) -> None:
