@@ -17,7 +17,6 @@ from molt.schemas.check import (
     ENUMS_OF,
     LENGTH,
     LOGPROB_MAX,
-    NOT_NEGATIVE,
     ROOT_DIGEST,
     Parent,
     digest_of,
@@ -72,8 +71,11 @@ def _named(table: pa.Table) -> bool:
 
 
 def _not_negative(table: pa.Table) -> bool:
-    columns = (one_chunk(table, n) for n in NOT_NEGATIVE if n in table.column_names)
-    return all((column.fill_null(0).to_numpy() >= 0).all() for column in columns)
+    sources = one_chunk(table, "source_attempt")
+    columns = [one_chunk(table, name).to_numpy() for name in ("attempt", "segment")]
+    if sources.null_count < len(sources):
+        columns.append(sources.drop_null().to_numpy())
+    return all(column.min() >= 0 for column in columns)
 
 
 def _runs(table: pa.Table) -> tuple[Int64s, npt.NDArray[np.void]] | None:

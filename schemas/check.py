@@ -134,9 +134,9 @@ def check_names(stream: str, row: Row) -> None:
             raise _refused(stream, row, why)
 
 
-NOT_NEGATIVE = ("attempt", "segment", "start", "token", "source_attempt", "n_segments", "version")
-_NUMBERS = {s: [n for n in NOT_NEGATIVE if n in schema.names] for s, schema in STREAMS.items()}
-_NESTED = {"prompts": ["rollouts"], "segments": ["sampling", "version_runs", "media"]}
+_COUNTED = ("attempt", "segment", "start", "token", "source_attempt", "n_segments", "version")
+_NUMBERS = {s: [n for n in _COUNTED if n in schema.names] for s, schema in STREAMS.items()}
+_NESTED = {"prompts": ["rollouts"], "segments": ["sampling", "media"]}
 _NESTED["rollouts"] = ["counts"]
 _OPTIONAL = {"processor_digest", "params"}
 
@@ -149,7 +149,7 @@ def check_numbers(stream: str, row: Row) -> None:
             raise _refused(stream, row, f"{name} {value} < 0")
     for name in _NESTED.get(stream, ()):
         value = row[name]
-        for item in value if isinstance(value, list) else [value]:
+        for item in value if type(value) is list else (value,):
             if None in item.values() and {n for n in item if item[n] is None} - _OPTIONAL:
                 raise _refused(stream, row, f"{name} lacks a value: {item}")
 
@@ -252,6 +252,8 @@ def _check_logprobs(row: Row) -> None:
 def _check_versions(row: Row) -> None:
     n_sampled, total = int(np.count_nonzero(row["sampled"])), 0
     for run in row["version_runs"]:
+        if None in run.values():
+            _reject(row, f"version_runs lacks a value: {run}")
         total += run["n"]
     if total != n_sampled:
         _reject(row, f"version_runs cover {total} tokens, but {n_sampled} were sampled")
