@@ -4,13 +4,14 @@ Only "all rows are right" is decided here. Whoever hears No asks `check_row` row
 the fault, or finds none: what is rare (media, masked tokens) is left to it.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
+import xxhash
 
 from molt.schemas.check import (
     DIGESTED,
@@ -23,7 +24,7 @@ from molt.schemas.check import (
     ends_inside,
     wrong_name,
 )
-from molt.schemas.columns import flat, one_chunk
+from molt.schemas.columns import Row, flat, one_chunk
 from molt.schemas.streams import ROW_TOKENS_MAX
 
 Int64s = npt.NDArray[np.int64]
@@ -48,6 +49,24 @@ def clean_segments(table: pa.Table, parent_of: ParentOf) -> dict[Place, Parent] 
     if runs is None or not _clean_tokens(tokens, *runs):
         return None
     return _linked(table, tokens, *runs, parent_of)
+
+
+TOLD = ("parent", "finish_reason", "stop_token", "policy", "role")
+
+
+def segment_content(row: Row) -> bytes:
+    """What a repeated segment must have in common with the first, beyond what its digest covers."""
+    told = repr(tuple(row[name] for name in TOLD)).encode()
+    return xxhash.xxh3_128_digest(row["digest"] + told + row["messages"].encode())
+
+
+def segment_contents(table: pa.Table, digests: Iterable[bytes]) -> list[bytes]:
+    """`segment_content` of each row; `digests` are those of the table."""
+    rows = list(zip(*(table.column(name).to_pylist() for name in TOLD), strict=True))
+    told = {row: repr(row).encode() for row in set(rows)}  # nearly all rows are alike
+    messages = table.column("messages").to_pylist()
+    parts = zip(digests, rows, messages, strict=True)
+    return [xxhash.xxh3_128_digest(d + told[row] + text.encode()) for d, row, text in parts]
 
 
 def _has_null(table: pa.Table) -> bool:

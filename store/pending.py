@@ -7,9 +7,11 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
+import xxhash
 
-from molt.schemas.check import ROOT_DIGEST
+from molt.schemas.batch import segment_content
 from molt.schemas.columns import Row, to_table
 from molt.schemas.errors import WriterClosed
 from molt.schemas.records import Ref
@@ -91,18 +93,33 @@ def as_table(schema: pa.Schema, pending: Iterable[Pending]) -> pa.Table:
     return parts[0] if len(parts) == 1 else pa.concat_tables(parts)
 
 
+_KEYS = {
+    "prompts": ("group_id", "attempt"),
+    "segments": ("rollout_id", "attempt", "segment"),
+    "routing": ("rollout_id", "attempt", "segment", "start"),
+    "rollouts": ("rollout_id", "attempt"),
+    "rewards": ("rollout_id", "attempt", "segment", "token", "name", "revision"),
+    "scores": ("rollout_id", "attempt", "segment", "kind", "model", "epoch", "version"),
+}
+_UNTOLD = frozenset({"at", "seconds", "experts"})
+"""Columns that no content's digest covers: times, and what has its own hashes in the row."""
+
+
 def key_of(stream: str, row: Row) -> tuple[Key | None, bytes]:
-    """The row's identity in its stream and a digest of its content without `at`."""
+    """The row's identity in its stream and a digest of its content without its times."""
+    if stream not in _KEYS:
+        return None, b""
+    key: Key = (stream, *(row[name] for name in _KEYS[stream]))
     if stream == "segments":
-        return (stream, row["rollout_id"], row["attempt"], row["segment"]), row["digest"]
+        return key, segment_content(row)
     if stream == "rollouts":
-        # A pending outcome may be followed by the final one: the status is part of the key.
-        key = (stream, row["rollout_id"], row["attempt"], row["status"] == "pending")
-        return key, repr((row["status"], row["reason"], row["chain_digest"])).encode()
-    if stream == "rewards":
-        names = ("rollout_id", "attempt", "segment", "token", "name", "revision")
-        return (stream, *(row[n] for n in names)), repr(row["value"]).encode()
-    return None, ROOT_DIGEST
+        key += (row["status"] == "pending",)  # the final outcome may follow it
+    elif stream == "prompts":  # each issue is of other rollouts
+        key += tuple((r["rollout_id"], r["attempt"]) for r in row["rollouts"])
+    values = [value for name, value in row.items() if name not in _UNTOLD]
+    lists = [value.data for value in values if isinstance(value, np.ndarray)]
+    told = [value for value in values if not isinstance(value, np.ndarray)]
+    return key, xxhash.xxh3_128_digest(b"".join((repr(told).encode(), *lists)))
 
 
 _LONG = {

@@ -20,7 +20,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from molt.schemas.batch import clean_segments
+from molt.schemas.batch import clean_segments, segment_contents
 from molt.schemas.check import Parent, check_routing_shape, check_row, parent_of, routing_shape
 from molt.schemas.columns import Row, owned, row_name, to_rows
 from molt.schemas.errors import MoltError, SchemaMismatch, SegmentRejected, WriterClosed
@@ -184,13 +184,17 @@ class Writer:
         if found is None:
             return None
         keys: list[Key | None] = [(stream, *place) for place in found]
+        if len(found) < table.num_rows:
+            return None
+        contents = segment_contents(table, (parent.digest for parent in found.values()))
         with self._lock:
             self._check_usable()
-            if any(key in self._keys for key in keys) or len(found) < table.num_rows:
+            if any(key in self._keys for key in keys):
                 return None
             tickets = [Ticket() for _ in keys]
-            for key, (place, parent), ticket in zip(keys, found.items(), tickets, strict=True):
-                self._remember_key(key, parent.digest, ticket)
+            for key, content, ticket in zip(keys, contents, tickets, strict=True):
+                self._remember_key(key, content, ticket)
+            for place, parent in found.items():
                 self._parents.setdefault(place[:2], {})[place[2]] = parent
             self._queue(Pending(stream, table, tickets, keys), table.nbytes)
         return tickets

@@ -14,6 +14,7 @@ from molt.schemas.batch import clean_segments
 from molt.schemas.columns import flat
 from molt.schemas.errors import MoltError, SchemaMismatch, SegmentRejected
 from molt.schemas.streams import STREAMS
+from molt.schemas.text import escape_text
 from molt.store import Log, Ticket, Writer
 
 SCHEMA = STREAMS["segments"]
@@ -190,6 +191,35 @@ def test_a_table_may_be_repeated_and_conflicts_are_refused_alone(w: Writer) -> N
     w.flush()
     assert isinstance(found[0], SegmentRejected) and "conflicting content" in str(found[0])
     assert outcome(found[1]) == 0
+
+
+CONTENTS = {
+    "finish_reason": "length",
+    "messages": '[{"role": "user"}]',
+    "stop_token": 7,
+    "policy": "other",
+    "role": "judge",
+}
+
+
+@pytest.mark.parametrize("name", CONTENTS)
+@pytest.mark.parametrize("first", ["row", "table"])
+@pytest.mark.parametrize("second", ["row", "table"])
+def test_other_content_of_equal_tokens_is_a_conflict(
+    w: Writer, name: str, first: str, second: str
+) -> None:
+    def append(way: str, row: Row) -> Any:
+        if way == "row":
+            return appended(w, [row])[0]
+        table = table_of({**row, "messages": escape_text(row["messages"])})
+        found = w.append_table("segments", table)
+        w.flush()
+        return outcome(found[0])
+
+    row = make.segment(messages='["\u00e9\ud800"]')
+    assert append(first, row) == append(second, row) == 0
+    kind, text = append(second, {**row, name: CONTENTS[name]})
+    assert kind is SegmentRejected and "conflicting content" in text
 
 
 def test_a_child_is_checked_against_a_parent_of_an_earlier_table(w: Writer) -> None:

@@ -152,6 +152,47 @@ def test_records_and_mappings_are_the_same_row(log: Log, w: Writer) -> None:
     assert log.row(ticket.result())["value"] == 0.5
 
 
+@pytest.mark.parametrize(
+    ("stream", "row", "change"),
+    [
+        ("prompts", make.prompt(), {"prompt": '"other"'}),
+        ("prompts", make.prompt(), {"n": 3}),
+        ("routing", make.routing(), make.routing(n=3)),
+        ("rollouts", make.rollout(), {"metrics": '{"a": 1}'}),
+        ("rollouts", make.rollout(), {"n_segments": 1}),
+        ("rewards", make.reward(), {"source": "judge"}),
+        ("rewards", make.reward(value=-1.0), {"value": -2.0}),
+        ("scores", make.score(), {"values": [-9.0]}),
+    ],
+)
+def test_other_content_under_a_key_is_refused(
+    log: Log, stream: str, row: dict, change: dict
+) -> None:
+    """`at` and `seconds` are no content; once it is durable the first row has its address."""
+    same = row | {"at": make.NOW} | ({"seconds": 7.0} if stream == "rollouts" else {})
+    shape = routing_metadata(layers=2, top_k=2, n_experts=8)
+    with log.writer(linger_s=60, routing=shape) as w:
+        ticket = w.append(stream, row)
+        again = w.append(stream, same)
+        w.flush()
+        assert again.result() == ticket.result() == w.append(stream, same).result()
+        with pytest.raises(SegmentRejected, match="conflicting content"):
+            w.append(stream, row | change)
+    assert log.sql(f"select count(*) from {stream}").fetchall() == [(1,)]
+
+
+def test_each_issue_of_a_prompt_is_a_row(log: Log) -> None:
+    def again(i: int) -> dict:
+        names = [{"rollout_id": f"train-0/{i}", "attempt": 1}]
+        return make.prompt(attempt=1, reason="reissue", rollouts=names)
+
+    with log.writer(linger_s=60) as w:
+        tickets = [w.append("prompts", row) for row in (make.prompt(), again(0), again(1))]
+        assert w.append("prompts", again(1)) is tickets[2]
+        assert w.append("scores", make.score()) is not w.append("scores", make.score(kind="value"))
+    assert log.sql("select count(*) from prompts").fetchall() == [(3,)]
+
+
 def test_a_users_own_stream_is_declared_when_the_writer_opens(log: Log) -> None:
     schema = pa.schema([pa.field("mood", pa.string(), nullable=False)])
     with log.writer(user_schemas={"x_mood": schema}) as w:
