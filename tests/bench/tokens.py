@@ -126,9 +126,9 @@ class Played(NamedTuple):
     stolen: float
 
 
-def assignments(purpose: str, n: int) -> list[Assignment]:
-    """`n` groups of one rollout each."""
-    names = (f"{purpose}-{i}" for i in range(n))
+def assignments(first: int, n: int) -> list[Assignment]:
+    """`n` groups of one rollout each, from ordinal `first` on."""
+    names = (f"train-{first + i}" for i in range(n))
     return [
         Assignment(group_id=g, rollout_id=f"{g}/0", attempt=0, purpose="train", prompt={"i": i})
         for i, g in enumerate(names)
@@ -171,10 +171,10 @@ class Rig:
             n, seconds = await call
         else:
             worker, self.played = self.cluster.workers[ARMS.index(arm)], self.played + 1
-            name = f"{arm}{self.played}"
-            await self.cluster.call(worker, "play", assignments(name, ROLLOUTS))
+            first = self.played * ROLLOUTS
+            await self.cluster.call(worker, "play", assignments(first, ROLLOUTS))
             seconds = time.perf_counter() - began
-            n = sampled(self.log, name)
+            n = sampled(self.log, first)
         after = psutil.cpu_times()
         spent = sum(after[:3]) - sum(before[:3])
         found = Played(n / seconds, 1000 * spent / n, (after.steal - before.steal) / seconds)
@@ -205,12 +205,13 @@ async def measure(rounds: int, folder: str) -> list[dict[str, tuple[Played, floa
         await rig.cluster.close()
 
 
-def sampled(log: Log, purpose: str) -> int:
-    """Sampled tokens of the rollouts that ended well."""
+def sampled(log: Log, first: int) -> int:
+    """Sampled tokens of the rollouts from ordinal `first` on that ended well."""
     query = f"""select sum(counts.sampled), count(*) from rollouts
-    where group_id like '{purpose}-%' and status in ('ok', 'truncated')"""
+    where split_part(group_id, '-', 2)::int between {first} and {first + ROLLOUTS - 1}
+    and status in ('ok', 'truncated')"""
     (n, rollouts), *_ = log.sql(query).fetchall()
-    assert rollouts == ROLLOUTS, (purpose, rollouts)
+    assert rollouts == ROLLOUTS, (first, rollouts)
     return int(n)
 
 
