@@ -288,8 +288,7 @@ def _branch_rows(snapshot: Snapshot) -> Rows:
 
 
 def _lag_rows(snapshot: Snapshot) -> Rows:
-    """Trained tokens by lag, as `molt.replay.assemble` masks them, from the rows that each plan
-    names: never from its own counts.
+    """Trained tokens by lag, from the rows that each plan names: never from its own counts.
 
     Rollouts whose rows are retired are left out, as in the view of segments.
     """
@@ -304,13 +303,8 @@ def _lag_rows(snapshot: Snapshot) -> Rows:
             for branch in branches(links, {b["tip"] for b in row["branches"]}):
                 for piece in branch.pieces:
                     segment, own = rows[piece.segment], slice(piece.owned_from, piece.end)
-                    lags = token_lags(segment, record.header["step"])
-                    trained = segment["train"] == 1
-                    if row["decision"] == "mask":
-                        trained &= lags <= record.header["max_lag"]
-                    if segment["parent"] is None:  # nothing before it to be predicted from
-                        trained[:1] = False
-                    counts.update(lags[own][trained[own]].tolist())
+                    lags = token_lags(segment, record.header["step"])[own]
+                    counts.update(lags[segment["train"][own] == 1].tolist())
             for lag, n in sorted(counts.items()):
                 yield {
                     "step": record.header["step"],

@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given, settings
 from test_branches import trees
 
-from molt.replay.why import why
 from molt.schemas.columns import to_rows
 from molt.schemas.errors import LogCorrupt
 from molt.schemas.streams import STREAMS, routing_metadata
@@ -294,21 +293,6 @@ def test_lag_is_recomputed_from_the_planned_rows(log: Log, w) -> None:
         (6, 1, 1),
         (6, 3, 1),
     ]
-
-
-@pytest.mark.parametrize(("decision", "lags"), [("mask", {0: 1}), ("train", {0: 1, 2: 1})])
-def test_the_lag_view_counts_what_is_trained(
-    log: Log, w, decision: str, lags: dict[int, int]
-) -> None:
-    """Not what the plan masks for its age, nor a first token, before which there is nothing."""
-    log.control.put("policy", [make.policy(1, 2)])
-    w.append("prompts", make.prompt(0, n=1))
-    ticket = w.append("segments", make.segment(runs=[(1, 0, 2), (1, 2, 1)]))
-    w.flush()
-    row = make.plan_row("train-0/0", [ticket.result()], lag_max=2, decision=decision)
-    log.control.put("plan", [row], make.plan_header(3, max_lag=0))
-    assert dict(rows(log, "select lag, n_tokens from lag")) == lags
-    assert why(log, "train-0/0")["plan"]["lags"] == {str(k): n for k, n in lags.items()}
 
 
 def test_a_plan_may_name_rows_of_another_log(tmp_path: Path, tiny: Log) -> None:
