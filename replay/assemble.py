@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from molt.replay.sources import Sources
-from molt.schemas.check import Parent, check_segment
+from molt.schemas.check import Parent, check_segment, parent_of
 from molt.schemas.errors import LogCorrupt
 from molt.schemas.records import Ref
 from molt.store.branches import Branch, branches, token_lags
@@ -106,8 +106,7 @@ def segments_of(source: Sources, plan_row: Mapping[str, Any]) -> dict[int, Plann
         if r["parent"] is not None and r["parent"] not in parents:
             raise LogCorrupt(f"the plan names {_name(r)} without its parent {r['parent']}")
         check_segment(r, parents.get(r["parent"]))
-        n_own = len(r["token_ids"])
-        parents[r["segment"]] = Parent(digest=r["digest"], n_chain=r["keep"] + n_own, n_own=n_own)
+        parents[r["segment"]] = parent_of(r)
     return {
         r["segment"]: PlannedSegment(
             parent=r["parent"], keep=r["keep"], n_tokens=len(r["token_ids"]), row=r

@@ -26,6 +26,7 @@ from molt.schemas.check import (
     check_enums,
     check_routing_shape,
     check_segment,
+    parent_of,
     routing_sum,
 )
 from molt.schemas.columns import Row, row_name, to_rows
@@ -352,9 +353,7 @@ class DataPass:
             return
         parent = self.rows.find(segment_key(*who, row["parent"]))
         if parent is not None:
-            n_own = len(parent["token_ids"])
-            n_chain = parent["keep"] + n_own
-            check_segment(row, Parent(digest=parent["digest"], n_chain=n_chain, n_own=n_own))
+            check_segment(row, parent_of(parent))
         elif not self.any_retired:
             why = f"{row_name('segments', row)}: its parent {row['parent']} is missing"
             self.report.violation("I6", why, rollout=who[0], segment=row["segment"])

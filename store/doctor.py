@@ -14,7 +14,14 @@ from typing import Any
 
 import pyarrow as pa
 
-from molt.schemas.check import Parent, check_enums, check_routing_shape, check_row, segment_digest
+from molt.schemas.check import (
+    Parent,
+    check_enums,
+    check_routing_shape,
+    check_row,
+    parent_of,
+    segment_digest,
+)
 from molt.schemas.columns import normalise, to_rows
 from molt.schemas.control import CONTROL, HEADERS
 from molt.schemas.errors import LogCorrupt, MoltError, Retired, SegmentRejected
@@ -346,8 +353,8 @@ class _Data:
         self, file: CommitFile, schema: pa.Schema, i: int, row: dict[str, Any], last: bool
     ) -> None:
         who = (row["rollout_id"], row["attempt"])
-        n_own, number = len(row["token_ids"]), row["segment"]
-        own = Parent(digest=row["digest"], n_chain=row["keep"] + n_own, n_own=n_own)
+        number = row["segment"]
+        own = parent_of(row)
         if not last:
             self.parents.setdefault((*who, number), []).append((file.writer, own))
         if row["parent"] is None:

@@ -169,6 +169,10 @@ class Fold:
     """
 
     def __init__(self, tail: Tail) -> None:
+        self._told: list[Record] = []
+        self._first = tail.next_n
+        """Control records to return, which an update that failed has taken in, and the first one
+        that none has returned."""
         self._begin(tail)
 
     def _begin(self, tail: Tail) -> None:
@@ -194,22 +198,21 @@ class Fold:
         Returns the control records, those of abandoned lineages too. An epoch that takes records
         out of the lineage which were folded already makes it begin again.
         """
-        found: list[Record] = []
-        first = self.tail.next_n
         self.tail.more = True
         while self.tail.more:
             before, end = self.tail.lineage, self.tail.next_n - 1
             records, commits = self.tail.poll()
             if self.tail.lineage is not before and not _goes_on(before, self.tail.lineage, end):
                 self._begin(_again(self.tail))
-                found, self.tail.more = [], True
+                self._told, self.tail.more = [], True
                 continue
             for record in records:
                 if self.tail.lineage.holds(record.n):
                     self._control(record)
             for commit in commits:
                 self._data(commit)
-            found += [record for record in records if record.n >= first]
+            self._told += [record for record in records if record.n >= self._first]
+        found, self._told, self._first = self._told, [], self.tail.next_n
         return found
 
     def is_settled(self, group_id: str) -> bool:

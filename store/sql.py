@@ -288,7 +288,9 @@ def _branch_rows(snapshot: Snapshot) -> Rows:
 
 
 def _lag_rows(snapshot: Snapshot) -> Rows:
-    """Trained tokens by lag, from the rows that each plan names: never from its own counts.
+    """Planned tokens by lag, from the rows that each plan names: never from its own counts.
+
+    With `decision` mask those above `max_lag` are here too, and not trained.
 
     Rollouts whose rows are retired are left out, as in the view of segments.
     """

@@ -77,7 +77,9 @@ def test_text_that_is_no_json_object(honest: Log, text: str) -> None:
     )
     assert [why for why in whys(honest) if "is no JSON object" not in why] == []
     names = [why.partition(": ")[0] for why in whys(honest)]
-    assert names == ["metrics of step 2", "counts of step 3", "train-2/1 attempt 0"]
+    assert names == ["metrics of step 2", "counts of step 3"]
+    (outcome,) = whys(honest, "I1")
+    assert outcome.startswith("rollouts row of train-2/1 attempt 0: metrics is not a JSON object")
     assert audit(honest).to_json()["checked"]["I6"] == whole["I6"]
     forge.rewrite(forge.control(honest, "epoch")[0], lambda r: {**r, "config": text})
     assert whys(honest)[0].startswith("config of epoch 1 (record 0): ")
@@ -86,7 +88,8 @@ def test_text_that_is_no_json_object(honest: Log, text: str) -> None:
 @pytest.mark.parametrize("name", ["r7", "train-0", "train-x/0", "train-0/x", "-1/0", "other-0/1"])
 def test_an_outcome_whose_name_holds_no_ordinal(log: Log, name: str) -> None:
     with log.writer(linger_s=60) as w:
-        w.append("rollouts", make.rollout(name, group_id="train-0"))
+        w.append("rollouts", make.rollout("train-0/0"))
+    forge.rewrite_all(log, "rollouts", lambda row: {**row, "rollout_id": name})
     assert any("is not <purpose>-<ordinal>/<number>" in why for why in whys(log, "I5"))
 
 
