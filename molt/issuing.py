@@ -193,15 +193,17 @@ class Issuer:
     async def news(self, *others: asyncio.Future[Any]) -> bool:
         """Wait until a group was played to its end, half a second at most; True if one was.
 
-        `others` end the wait too. What a worker raises is raised here, but its death: it is started
-        again, and what it had not finished is issued again under new attempts.
+        What a worker raises is raised here, but its death: it is started again, and what it had not
+        finished is issued again under new attempts. With `others`, which end the wait too, that is
+        left to a later wait without, so that it does not stop their work.
         """
-        waiting: set[asyncio.Future[Any]] = {*self._playing, *others}
+        playing = [t for t in self._playing if not (others and t.done())]
+        waiting: set[asyncio.Future[Any]] = {*playing, *others}
         if not waiting:
             await asyncio.sleep(NEWS_S)
             return False
         done, _ = await asyncio.wait(waiting, timeout=NEWS_S, return_when=asyncio.FIRST_COMPLETED)
-        played = [task for task in self._playing if task in done]
+        played = [t for t in playing if t in done and not (others and t.exception())]
         for task in played:
             if (play := self._playing.pop(task, None)) is not None:
                 try:

@@ -24,7 +24,7 @@ from molt.cluster import Cluster
 from molt.config import Config
 from molt.data import Prompts
 from molt.issuing import Issuer, heldout
-from molt.metrics import Meter, at_path, plan_metrics, rollout_metrics
+from molt.metrics import Meter, OffsetTest, at_path, plan_metrics
 from molt.model import resolve_model
 from molt.planning import (
     Drop,
@@ -103,12 +103,14 @@ class Run:
         """Version that the engines sample with."""
         self.started = self.stopping = False
         self.meter, self.sinks = Meter(), Sinks(config)
+        self.offset_test = OffsetTest()
         self.metrics: dict[str, Any] = {}
         """Of the last step."""
         self.issuer = Issuer(self, prompts)
         self._ready: set[str] = set()
         """Groups that could be planned when `choose` last looked."""
-        self._dropped_in_a_row = 0
+        self._dropped_in_a_row: list[str] = []
+        """Their reasons."""
         retire: Any = config.log.retire
         self.upkeep = Upkeep(Log.open(log.path), routing=retire)
 
@@ -169,6 +171,7 @@ class Run:
             chosen = self.choose(step)
             if chosen is not None:
                 return self.put_plan(step, chosen)
+            self._check_drops()
             await self._news()
         return None
 
@@ -189,7 +192,7 @@ class Run:
                     self.drop(planned, group)
                     continue
                 if group.group_id not in known:
-                    self._dropped_in_a_row = 0
+                    self._dropped_in_a_row.clear()
                 self._ready.add(group.group_id)
                 ready.append((self._oldest(group), group.ordinal, planned))
             elif attempts := waiting_for_rewards(self.fold, group):
@@ -213,23 +216,26 @@ class Run:
     def put_plan(self, step: int, rows: Sequence[PlanRow]) -> Record:
         """Make the plan durable: from here on its groups are settled and the step will happen."""
         groups = {row.group_id: self.fold.groups[row.group_id] for row in rows}
-        trained = [outcome for group in groups.values() for outcome in self._outcomes(group)]
-        self.meter.planned = rollout_metrics(trained, self.meter.dropped)
+        self.meter.trained = [o for group in groups.values() for o in self._outcomes(group)]
         plan = self._settle("plan", rows, plan_header(self.config, step))
         self.issuer.fill()
         return plan
 
     def drop(self, drop: Drop, group: Group | None = None) -> None:
-        """Settle a group without a step; a run that only drops is stopped with the reason."""
+        """Settle a group without a step."""
         self.meter.drop(drop.reason, self._outcomes(group) if group is not None else [])
         self._settle("drop", [drop], {})
         self.screen.say(f"{drop.group_id} dropped: {drop.reason}")
-        self._dropped_in_a_row += 1
+        self._dropped_in_a_row.append(drop.reason)
+
+    def _check_drops(self) -> None:
+        """A run that only drops is stopped with the reason."""
+        reasons = self._dropped_in_a_row
         limit = max(self.config.run.drops_in_a_row_max, 10 * self.config.data.groups_per_step)
-        if self._dropped_in_a_row >= limit:
+        if len(reasons) >= limit:
             raise MoltError(
-                f"{limit} groups in a row were dropped, the last one with '{drop.reason}'; nothing "
-                f'can be trained. `molt sql {self.log.path} "select reason, count(*) from '
+                f"{len(reasons)} groups in a row were dropped, the last one with '{reasons[-1]}'; "
+                f'nothing can be trained. `molt sql {self.log.path} "select reason, count(*) from '
                 'rollouts group by 1"` shows all reasons'
             )
 
@@ -271,11 +277,13 @@ class Run:
 
     def record_step(self, step: int, rows: Sequence[dict[str, Any]], outcome: Any) -> None:
         """Make a step durable, with all its metrics."""
+        self.offset_test.check(step, outcome.metrics)
         driver = self.meter.take()
         seconds = {**driver["seconds"], "trainer": outcome.metrics["seconds"]}
         metrics = {**plan_metrics(rows), **driver, **outcome.metrics, "seconds": seconds}
         row = step_row(self.epoch, step, rows, outcome, metrics)
         self.put("step", [row])
+        self.offset_test.add(step, metrics)
         self.metrics = metrics
         self.sinks.write(step, metrics)
         self.screen.step(step, self.config.run.steps, metrics)
@@ -389,10 +397,11 @@ class Run:
             while not task.done():
                 ended = await self.issuer.news(task)
                 self.catch_up()
-                if ended:
+                if ended and not self.stopping:
                     self.choose(self.fold.last_planned + 1)
                     self.issuer.fill()
-                self.meter.clock.check_hung(who, began, self.config.run.stuck_s)
+                if not task.done():
+                    self.meter.clock.check_hung(who, began, self.config.run.stuck_s)
             return task.result()
         finally:
             task.cancel()

@@ -9,11 +9,12 @@ from typing import Any
 
 import numpy as np
 
-from molt.schemas.errors import MoltError
+from molt.schemas.errors import MoltError, TrainerError
 from molt.store.fold import Fold, Group
 
 Outcome = Mapping[str, Any]
 """A `rollouts` row."""
+OFFSET_STEPS = 3
 RIGHT = 1.0
 """A rollout counts as solved (pass@1) from this reward on."""
 
@@ -76,6 +77,36 @@ def at_path(metrics: dict[str, Any], path: str) -> float | None:
     return float(found) if isinstance(found, int | float) else None
 
 
+class OffsetTest:
+    """Stops a run whose logprobs belong to the token before or after (invariant I3 d).
+
+    One step can look so by chance; `OFFSET_STEPS` in a row with the same shift do not. What counts
+    is what steps recorded, so a restart changes nothing; a step with too few tokens says nothing.
+    """
+
+    def __init__(self) -> None:
+        self._steps: list[tuple[int, int]] = []
+
+    def add(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Take in a recorded step."""
+        shift = (metrics.get("offset") or {}).get("shift")
+        if shift is not None:
+            self._steps = [*self._steps, (step, shift)][1 - OFFSET_STEPS :]
+
+    def check(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """TrainerError if `step`, which is not recorded yet, is the last of such a row."""
+        found = metrics.get("offset") or {}
+        row = [n for n, shift in self._steps if shift == found.get("shift")]
+        if found.get("shift") and len(row) == OFFSET_STEPS - 1:
+            raise TrainerError(
+                f"step {step}: the engine's logprobs fit the trainer's {found['shift']:+d} token "
+                f"away (mean gap {found['gap_shifted']:.3g} there, {found['gap']:.3g} in place, "
+                f"{found['tokens']} tokens), as in the steps {', '.join(map(str, row))}: they are "
+                "shifted, so the step is not recorded. Find what appends them (molt show LOG "
+                f"ROLLOUT), then go on from before: --from {row[0] - 1}"
+            )
+
+
 class Meter:
     """What the driver counts between two steps; `take()` hands it over and begins anew."""
 
@@ -89,8 +120,8 @@ class Meter:
         self.commit_s: list[float] = []
         """Seconds from append, or put, to durable."""
         self.redone = self.recompute_tokens = self.reissued = 0
-        self.planned: dict[str, Any] = {}
-        """`rollout_metrics` of the plan."""
+        self.trained: Sequence[Outcome] = ()
+        """Of the plan; `dropped`: since the last step."""
         self.refit: dict[str, float] = {}
         """`Publisher.parts` of the refit before this step."""
         self.recomputed: dict[str, float] = {}
@@ -109,7 +140,7 @@ class Meter:
         paused = seconds.get("refit", 0.0) - self.refit.get("score_s", 0.0)  # that comes before
         paused = max(paused, empty.pop("refit", 0.0))
         found = {
-            **self.planned,
+            **rollout_metrics(self.trained, self.dropped),
             "seconds": seconds,
             "idle": {
                 "trainer": round(waits / whole, 4),

@@ -7,14 +7,15 @@ like any run: checkpoint, then redo of the plans behind it, which must give the 
 """
 
 import dataclasses
+import json
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from molt.config import Config, changes, epoch_fields, recorded_config
-from molt.metrics import plan_metrics
+from molt.metrics import OffsetTest, plan_metrics
 from molt.model import folder_digests, resolve_model
 from molt.offline import (
     AsRecorded,
@@ -161,6 +162,7 @@ class OfflineRun:
     last: int
     """Step."""
     screen: Screen
+    offset_test: OffsetTest = field(default_factory=OffsetTest)
 
     def recover(self, start: Callable[[], int]) -> int:
         """The last step that was planned, its state in the trainer; steps are recorded again only
@@ -174,6 +176,8 @@ class OfflineRun:
                 self.checkpoint(begun, self.trainer.state_digest())
             found = history(self.log)
             planned = max(planned, begun)
+        for step, row in sorted(found.steps.items()):
+            self.offset_test.add(step, json.loads(row["metrics"]))
         restore(self.log, self.trainer, found, planned, lambda s, o: self._redone(found, s, o))
         return planned
 
@@ -196,8 +200,10 @@ class OfflineRun:
     def record(self, plan: Record, outcome: Any) -> None:
         """Write the step record of an executed plan."""
         step, metrics = plan.header["step"], {**plan_metrics(plan.rows), **outcome.metrics}
+        self.offset_test.check(step, metrics)
         row = step_row(self.log.control.epoch, step, plan.rows, outcome, metrics)
         self.log.control.put("step", [row])
+        self.offset_test.add(step, metrics)
         told = f"loss {row['loss']:.5f}  state {row['state_digest']}"
         self.screen.say(f"step {step}/{self.last}  {told}")
 

@@ -14,12 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 from molt import checkpoints
 from molt.config import Config, recorded_config
-from molt.metrics import rollout_metrics
 from molt.planning import Drop
 from molt.replay.redo import redo
 from molt.replay.replay import History, history
 from molt.schemas.columns import Row, to_rows
-from molt.schemas.errors import ConfigError, LogCorrupt, MoltError, RecoveryError
+from molt.schemas.errors import ConfigError, Fenced, LogCorrupt, MoltError, RecoveryError
 from molt.schemas.records import Ref
 from molt.store import Log
 from molt.store.control import Record, lineage_of, read_record
@@ -191,6 +190,8 @@ async def recover(run: "Run") -> None:
     async def aim(kl_target: float | None) -> None:
         await configure(replace(run.config, algo=replace(run.config.algo, kl_target=kl_target)))
 
+    for step, row in sorted(found.steps.items()):
+        run.offset_test.add(step, json.loads(row["metrics"]))
     run.step, run.state_digest = await checkpoints.load(run, found, same_bits, as_saved)
     plans = {s: n for s, n in found.plans.items() if s > run.step}
     if plans:
@@ -198,6 +199,8 @@ async def recover(run: "Run") -> None:
             await aim(None)  # a coefficient that adapts begins where its own epoch began
         await _redo(run, found, epochs, plans, configure, same_bits)
     if run.step:
+        if not run.metrics and run.step in found.steps:  # a fork's first step is its parent's
+            run.metrics = json.loads(found.steps[run.step]["metrics"])
         await configure(run.config)
         run.state_digest = await run.cluster.on_trainers("state_digest")
 
@@ -220,6 +223,8 @@ async def _redo(
         await configure(recorded_config(epochs[plan.epoch]))
         try:
             return await run.meanwhile(run.cluster.execute(number), "a trainer rank")
+        except Fenced:
+            raise
         except MoltError as error:
             raise _explained(run.log, plan, error) from error
 
@@ -233,7 +238,7 @@ async def _redo(
         limit=run.config.limits.redo_gap,
     ):
         if step not in found.steps:
-            run.meter.planned = _rollout_metrics(run.log, step)
+            run.meter.trained = _outcomes(run.log, step)
             run.record_step(step, run.log.records(plans[step])[0].rows, outcome)
         run.step, run.state_digest = step, outcome.state_digest
         how = f"sketch within {gap:.1e}" if gap is not None else f"state {outcome.state_digest}"
@@ -242,14 +247,14 @@ async def _redo(
     run.meter.clock.start("start")
 
 
-def _rollout_metrics(log: Log, step: int) -> dict[str, Any]:
+def _outcomes(log: Log, step: int) -> list[Row]:
     """Of a plan whose step was never recorded: the fold has forgotten its settled groups."""
     query = f"select status, counts from rollouts semi join plans on {SAME} and plans.step = {step}"
     try:
         rows = log.sql(query).fetchall()
     except LogCorrupt:
-        return {}  # of a rollout that is passed over; the plan's own rows are read apart
-    return rollout_metrics([{"status": status, "counts": counts} for status, counts in rows], [])
+        return []  # of a rollout that is passed over; the plan's own rows are read apart
+    return [{"status": status, "counts": counts} for status, counts in rows]
 
 
 def _built(epoch: Row) -> tuple[Any, ...]:

@@ -119,7 +119,9 @@ def _has_begun(log: Log, records: Sequence[Record]) -> bool:
     """True if the lineage has anything that depends on settings: policies, plans, prompts."""
     lineage = lineage_of(records)
     kinds = {r.kind for r in records if lineage.holds(r.n)}
-    return not kinds.isdisjoint({"policy", "plan"}) or bool(issued(log))
+    return not kinds.isdisjoint({"policy", "plan"}) or any(
+        not group_id.startswith("judge-") for group_id in issued(log)
+    )
 
 
 def _compare(

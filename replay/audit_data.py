@@ -121,6 +121,8 @@ class DataPass:
         """Of the routing rows so far; a run has one."""
         self.any_retired = False
         self._cold: dict[Path, ColdFile | None] = {}
+        self._gone: set[Path] = set()
+        """Listed cold files that could not be opened."""
         """Every cold file seen; None = its footer is damaged."""
         self._done = 0
         self._total = sum(len(names(bucket)) for bucket in (log.path / "data").glob("*/*"))
@@ -194,8 +196,12 @@ class DataPass:
                 continue
             try:
                 self._cold[path] = cold_file(path)
-            except FileNotFoundError:  # retired since the listing; another one has its tombstone
-                return self._cold_files()
+            except FileNotFoundError as error:
+                if path not in self._gone:  # retired since: another file has its tombstone
+                    self._gone.add(path)
+                    return self._cold_files()
+                self._cold[path] = None
+                self.report.violation("I6", str(error))
             except (MoltError, OSError) as error:
                 self._cold[path] = None
                 self.report.violation("I6", str(error))

@@ -177,6 +177,7 @@ class Fold:
 
     def _begin(self, tail: Tail) -> None:
         self.tail = tail
+        self._seen = tail.lineage, tail.next_n - 1
         tail.commits_max = COMMITS_AT_ONCE
         tail.skip_retired = True  # what retires belongs to settled groups, and those are forgotten
         self.groups: dict[str, Group] = {}
@@ -200,7 +201,7 @@ class Fold:
         """
         self.tail.more = True
         while self.tail.more:
-            before, end = self.tail.lineage, self.tail.next_n - 1
+            before, end = self._seen
             records, commits = self.tail.poll()
             if self.tail.lineage is not before and not _goes_on(before, self.tail.lineage, end):
                 self._begin(_again(self.tail))
@@ -211,6 +212,7 @@ class Fold:
                     self._control(record)
             for commit in commits:
                 self._data(commit)
+            self._seen = self.tail.lineage, self.tail.next_n - 1
             self._told += [record for record in records if record.n >= self._first]
         found, self._told, self._first = self._told, [], self.tail.next_n
         return found

@@ -198,6 +198,7 @@ class Snapshot:
         """Each file of the stream with SHOWN, ABANDONED or DUPLICATE for each of its rows."""
         self._judge()
         seen: set[Any] = set()
+        gone: set[str] = set()
         out = []
         for file, entries in self.entries(stream):
             epoch = writer_epoch(file.writer)
@@ -209,18 +210,19 @@ class Snapshot:
                     mark = (lost, entry.key, entry.content)
                     state[i] = DUPLICATE if mark in seen else lost
                     seen.add(mark)
-            if stream not in _INDEXED and self._went_on(file, entries):
+            if stream not in _INDEXED and self._went_on(file, entries, gone):
                 state[:] = DUPLICATE
+                gone.add(file.writer)
             out.append((file, state))
         return out
 
-    def _went_on(self, end: CommitFile, entries: list[Entry]) -> bool:
+    def _went_on(self, end: CommitFile, entries: list[Entry], gone: set[str]) -> bool:
         """True if a writer gave up its directory after this commit, whose outcome it did not know,
         and published it again as the first one of another."""
         others = self._ends[_process(end.writer)]
         if len(others) == 1 or end not in others:
             return False
-        writers = {f.writer for f in others} - {end.writer}
+        writers = {f.writer for f in others} - {end.writer} - gone
         firsts = [f for f in self.files[end.stream] if f.seq == 0 and f.writer in writers]
         times = [e.content for e in entries]
         return any(times == [e.content for e in entries_of(f)] and _equal(f, end) for f in firsts)

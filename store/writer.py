@@ -7,6 +7,7 @@ the ticket resolves when the row's commit is durable. Group commit: a flush happ
 that were there when it became due, no later ones, and runs beside the caller's next appends.
 """
 
+import contextlib
 import datetime
 import errno
 import json
@@ -101,7 +102,7 @@ class Writer:
         self._publish_lock = threading.Lock()
         self._pending: list[Pending] = []
         self._in_flight: list[Pending] = []
-        self._failed: list[Ticket] = []
+        self._failed: list[tuple[Ticket, Key | None]] = []
         """Of rows that failed since the last flush, the cause first; maybe nobody knows of it."""
         self._n_due = 0
         """As many of `_pending`, from the first on, are to be published now."""
@@ -233,6 +234,8 @@ class Writer:
 
     def close(self) -> None:
         """Flush, publish the `end` commit (readers forget this writer) and stop."""
+        if self._closed:
+            return
         self._check_process()
         with self._lock:
             if self._closed:
@@ -243,7 +246,12 @@ class Writer:
             self._closed = True
             self._lock.notify_all()
         self._thread.join()
-        self._settle(tickets)
+        try:
+            self._settle(tickets)
+        except BaseException:
+            with contextlib.suppress(Exception):
+                self._publish_commit(END, pa.table({}))
+            raise
         self._publish_commit(END, pa.table({}))
 
     def _settle(self, tickets: Iterable[Ticket]) -> None:
@@ -251,7 +259,7 @@ class Writer:
         self._publish_pending()
         with self._lock:
             failed, self._failed = self._failed, []
-        for ticket in (*(t for t in failed if not t.told), *tickets):
+        for ticket in (*(t for t, _ in failed if not t.told), *tickets):
             ticket.result()
 
     def __enter__(self) -> "Writer":
@@ -381,8 +389,14 @@ class Writer:
     def _resolve(self, batch: list[Pending], refs: list[Ref | Exception]) -> None:
         tickets, keys = tickets_of(batch), [key for p in batch for key in p.keys]
         with self._lock:
+            if self._failed:  # what was appended again and is durable now has not failed
+                self._failed = [
+                    (t, key) for t, key in self._failed if key is None or key not in keys
+                ]
             self._failed += [
-                t for t, r in zip(tickets, refs, strict=True) if isinstance(r, Exception)
+                (t, key)
+                for t, key, ref in zip(tickets, keys, refs, strict=True)
+                if isinstance(ref, Exception)
             ]
             for key, ref in zip(keys, refs, strict=True):
                 if isinstance(ref, Exception):
@@ -404,8 +418,9 @@ class Writer:
             rest += self._pending
             self._in_flight, self._pending, self._n_due = [], [], 0
             self._rows_behind = self._bytes_behind = 0
-            self._failed = [t for t in self._failed if not t.told] + tickets_of(batch + rest)
+            self._failed = [(t, key) for t, key in self._failed if not t.told]
             for p in batch + rest:
+                self._failed += zip(p.tickets, p.keys, strict=True)
                 for key in p.keys:
                     self._keys.pop(key, None)
         for ticket in tickets_of(batch):

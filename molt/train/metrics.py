@@ -10,7 +10,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from molt.schemas.errors import TrainerError
 from molt.train.algo import LossInputs, ratio_bounds
 from molt.train.batch import Batch
 from molt.train.settings import AlgoConfig
@@ -52,47 +51,16 @@ def clip_fractions(tally: Tally) -> dict[str, float]:
 
 OFFSET_TOKENS_MIN = 64
 OFFSET_GAP_MIN = 0.05
-OFFSET_STEPS = 3
 
 
-class OffsetTest:
-    """Refuses logprobs that belong to the token before or after (invariant I3).
+def offset(batch: Batch, prepared_N: torch.Tensor) -> dict[str, Any]:
+    """Whether logprobs look as if they belonged to the token before or after (I3). Collective.
 
-    One step can look so by chance; `OFFSET_STEPS` in a row with the same shift do not. A step with
-    too few tokens neither counts nor ends the row.
+    Compares the engine's logprob of token i with the trainer's of tokens i - 1, i, i + 1 of the
+    same sequence, where the engine's is below -0.5. "shift" is the place that halves the mean gap
+    (-1 or 1), 0 if none does, None for too few "tokens"; "gap" is in place, "gap_shifted" the
+    lower one beside it.
     """
-
-    def __init__(self) -> None:
-        self._shift, self._steps = 0, dict[int, None]()
-
-    def check(self, step: int, batch: Batch, prepared_N: torch.Tensor) -> None:
-        """TrainerError if `step` is the last of such a row. Collective.
-
-        Compares the engine's logprob of token i with the trainer's of tokens i - 1, i, i + 1 of
-        the same sequence, where the engine's is below -0.5; a shift must halve the mean gap.
-        """
-        n, before, here, after = _offset_gaps(batch, prepared_N)
-        if n < OFFSET_TOKENS_MIN:
-            return
-        best = min(before, after)
-        is_shifted = here > OFFSET_GAP_MIN and 2 * best < here
-        shift = (-1 if before < after else 1) if is_shifted else 0
-        if shift != self._shift:
-            self._shift, self._steps = shift, {}
-        if not shift:
-            return
-        self._steps[step] = None
-        if len(self._steps) >= OFFSET_STEPS:
-            raise TrainerError(
-                f"step {step}: the engine's logprobs fit the trainer's {shift:+d} token away (mean "
-                f"gap {best:.3g} there, {here:.3g} in place, {n:.0f} tokens), as in the steps "
-                f"{', '.join(map(str, self._steps))}: they are shifted. Find what appends them "
-                f"(molt show LOG ROLLOUT), then go on from before: --from {min(self._steps) - 1}"
-            )
-
-
-def _offset_gaps(batch: Batch, prepared_N: torch.Tensor) -> tuple[float, float, float, float]:
-    """(tokens of all ranks, mean gap to the trainer's token before, in place, after)."""
     new_N, old_N = prepared_N.numpy().astype(np.float64), batch.behaviour_N.astype(np.float64)
     inner_N = np.zeros(len(old_N), bool)
     if len(old_N) > 2:
@@ -100,8 +68,18 @@ def _offset_gaps(batch: Batch, prepared_N: torch.Tensor) -> tuple[float, float, 
         inner_N[1:-1] = same_N[1:] & same_N[:-1] & (old_N[1:-1] < -0.5)
     at = np.flatnonzero(inner_N)
     mine = [[np.abs(old_N[at] - new_N[at + k]).sum() for k in (-1, 0, 1)] + [len(at)]]
-    before, here, after, n = gather(np.array(mine)).sum(0).tolist()
-    return n, before / max(n, 1), here / max(n, 1), after / max(n, 1)
+    *sums, n = gather(np.array(mine)).sum(0).tolist()
+    before, here, after = (total / max(n, 1) for total in sums)
+    best = min(before, after)
+    is_shifted = here > OFFSET_GAP_MIN and 2 * best < here
+    shift = (-1 if before < after else 1) if is_shifted else 0
+    known = n >= OFFSET_TOKENS_MIN
+    return {
+        "shift": shift if known else None,
+        "tokens": int(n),
+        "gap": here if known else None,
+        "gap_shifted": best if known else None,
+    }
 
 
 def gap_summary(gap_N: np.ndarray) -> dict[str, float]:

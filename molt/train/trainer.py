@@ -63,7 +63,6 @@ class Trainer:
         self.world_size = world_size
         self._init_method = init_method
         self.routing: RoutingReplay | None = None
-        self._offset_test = metrics.OffsetTest()
         self._step = torch.zeros((), dtype=torch.int64)
         self._kl_coef = torch.tensor(settings.kl_coef, dtype=torch.float64)
         self._saved: dict[str, torch.Tensor] = {}
@@ -179,6 +178,7 @@ class Trainer:
                 "kl_coef": kl_coef,
                 **metrics.policy_gaps(batch, tally.prepared_N, self.settings.is_cap),
                 **routing,
+                "offset": metrics.offset(batch, tally.prepared_N),
                 "empty_steps": int(n_global == 0),
                 "tokens": n_global,
                 "packed_tokens": self._count(tally.packed_tokens),
@@ -307,7 +307,6 @@ class Trainer:
         if not tally.is_single:
             tally.prepared_N = self._forward(self._pack(batch.wanted), n, batch)
             self._check_routing(step)
-            self._offset_test.check(step, batch, tally.prepared_N)
         if self._reference:
             current = copied(self.parameters)
             put_back(self.parameters, self._reference)
@@ -333,7 +332,6 @@ class Trainer:
                 loss_N[slot_N] = self._backward(batch, row, flat[row.slot_N], n_global, tally)
         if tally.is_single:
             self._check_routing(step)
-            self._offset_test.check(step, batch, tally.prepared_N)
         with timed(tally.seconds, "optimizer"):
             tally.grad_norm = self.model.clip_gradients(self.settings.grad_clip)
             n_bad = self._reduce(int((~loss_N.isfinite()).sum()), dist.ReduceOp.SUM)

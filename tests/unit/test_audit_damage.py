@@ -128,3 +128,9 @@ def test_the_control_log_of_a_source_is_damaged(honest: Log, tmp_path: Path) -> 
     assert audit(own).to_json()["ok"]
     make.flip(forge.control(honest, "policy", 3)[0], 200)
     assert [why.partition(":")[0] for why in whys(own)] == ["control/10.control"]
+
+
+def test_a_cold_file_that_is_listed_and_not_there(honest: Log) -> None:
+    compact(honest, everything=True)
+    (honest.path / "cold/segments/0000000007.parquet").symlink_to("moved-away.parquet")
+    assert any("0000000007.parquet" in why for why in whys(honest))

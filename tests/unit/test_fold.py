@@ -1,5 +1,7 @@
 """The fold: finished, in flight, settled, re-issued; each from a real log."""
 
+import errno
+
 import factories as make
 import forge
 import pytest
@@ -285,7 +287,10 @@ def test_a_dropped_rollout_counts_as_finished_and_nothing_of_it_does(
     assert not fold.groups and not fold.dropped, "of settled groups nothing is held"
 
 
-def test_a_fold_follows_an_epoch_that_goes_back(log: Log, w: Writer) -> None:
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_fold_follows_an_epoch_that_goes_back(
+    log: Log, w: Writer, monkeypatch: pytest.MonkeyPatch, fails: bool
+) -> None:
     """What the new lineage has not is as if it had never been read."""
     for k in range(3):
         w.append("prompts", make.prompt(k, n=1))
@@ -299,6 +304,15 @@ def test_a_fold_follows_an_epoch_that_goes_back(log: Log, w: Writer) -> None:
     assert [r.kind for r in fold.update()] == ["epoch"] and fold.last_planned == 2
     tail = fold.tail
     make.open_epoch(log, parent_epoch=1, cut=cut)
+    with monkeypatch.context() as broken:
+        if fails:  # after the control records were read
+
+            def eio(*_: object) -> None:
+                raise OSError(errno.EIO, "for once")
+
+            broken.setattr("molt.store.tail.writer_names", eio)
+            with pytest.raises(OSError, match="for once"):
+                fold.update()
     assert [r.kind for r in fold.update()] == ["epoch"] and fold.tail is not tail
     again = fold_of(log)
     assert fold.groups == again.groups and list(again.groups) == ["train-1", "train-2"]

@@ -12,6 +12,7 @@ import simulation as scripted
 from simulation import Simulation, config
 
 from molt.config import Config
+from molt.planning import Drop
 from molt.rollout.types import Assignment
 from molt.schemas.errors import Fenced, MoltError
 from molt.startup import is_complete
@@ -168,6 +169,56 @@ def test_one_group_that_is_ready_does_not_hide_that_all_others_are_dropped(
     found = Simulation(tmp_path / "log", config("run.steps=5", "algo.drop_equal=true"), equal=0.5)
     with pytest.raises(MoltError, match="64 groups in a row were dropped"):
         asyncio.run(found.steps(1))
+
+
+def test_what_a_filter_takes_while_enough_groups_are_ready_stops_nothing(tmp_path: Path) -> None:
+    """Only who waits for a plan in vain may say that nothing can be trained."""
+    found = begun(tmp_path / "log", config("run.steps=50"))
+    run = found.run
+
+    async def drops() -> str:
+        for k in range(100):
+            drop = Drop(group_id=f"train-{k + 1000}", rollout_id=None, reason="equal rewards: 0")
+            run.drop(drop)
+        return await run.meanwhile(asyncio.sleep(0.1, "trained"), "a trainer rank")
+
+    assert asyncio.run(driven(found, drops())) == "trained"
+    with pytest.raises(MoltError, match="100 groups in a row were dropped"):
+        run._check_drops()
+    assert run.meter.take()["drops"] == {"equal rewards": 100}
+
+
+def test_nothing_new_is_asked_for_once_the_run_is_to_stop(tmp_path: Path) -> None:
+    found = begun(tmp_path / "log", config("run.steps=50"))
+    run = found.run
+
+    async def stopping() -> int:
+        run.issuer.fill()
+        run.catch_up()
+        first = run.fold.next_ordinal["train"]
+        run.stopping = True
+        await asyncio.sleep(0)
+        found.players.death.set()  # every play ends
+        await run.meanwhile(asyncio.sleep(0.3), "a trainer rank")
+        return run.fold.next_ordinal["train"] - first
+
+    assert asyncio.run(driven(found, stopping())) == 0
+
+
+def test_a_dead_worker_stops_no_step_and_is_replaced_after_it(tmp_path: Path) -> None:
+    found = begun(tmp_path / "log", config("run.steps=50", "run.stuck_s=2", "agent.deadline_s=1"))
+    run = found.run
+
+    async def dies() -> list[str]:
+        run.issuer.fill()
+        await asyncio.sleep(0)
+        found.players.kill()
+        assert await run.meanwhile(asyncio.sleep(0.5, "trained"), "a trainer rank") == "trained"
+        assert found.players.restarts == []
+        await run.issuer.news()
+        return found.players.restarts
+
+    assert asyncio.run(driven(found, dies())) == ["worker-0"]
 
 
 def test_a_run_whose_last_step_has_no_checkpoint_is_not_complete(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from simulation import config
 
 from molt import startup
-from molt.metrics import Meter, StepClock, at_path, plan_metrics, rollout_metrics
+from molt.metrics import Meter, OffsetTest, StepClock, at_path, plan_metrics, rollout_metrics
 from molt.schemas.errors import ConfigError, MoltError, TrainerError
 from molt.screen import Screen
 from molt.sinks import Sinks, flat
@@ -99,21 +99,36 @@ def test_engines_without_a_rollout_and_a_trainer_beside_an_evaluation_are_idle(
 
 
 def test_three_steps_in_a_row_must_look_shifted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One in place, or shifted to the other side, begins the row anew; a short one says nothing."""
+    """One in place, or shifted to the other side, begins the row anew; a short one says nothing.
+
+    After a restart, which knows the recorded steps alone, the same step is refused.
+    """
     monkeypatch.setattr(metrics, "gather", lambda local: local)
     logprobs = -np.random.default_rng(0).exponential(2, 300).astype(np.float32) - 0.6
-    test = metrics.OffsetTest()
+    test, recorded = OffsetTest(), {}
 
-    def check(step: int, shift: int, n: int = 300) -> None:
+    def measured(shift: int, n: int = 300) -> dict[str, Any]:
         batch = make_batch([make.sequence(n, logprobs=logprobs[:n])])
-        test.check(step, batch, torch.from_numpy(np.roll(batch.behaviour_N, shift)))
+        rolled = torch.from_numpy(np.roll(batch.behaviour_N, shift))
+        return {"offset": metrics.offset(batch, rolled)}
 
-    for step, shift in enumerate((1, 1, 0, 1, -1, -1, 1, 1)):
-        check(step, shift)
-    check(7, 1)  # the same step again counts once
-    check(8, 1, n=20)
-    with pytest.raises(TrainerError, match=r"\+1 token away .* in the steps 6, 7, 9: .*--from 5"):
-        check(9, 1)
+    def step(number: int, found: dict[str, Any]) -> None:
+        test.check(number, found)
+        test.add(number, found)
+        recorded[number] = json.loads(json.dumps(found, allow_nan=False))
+
+    for number, shift in enumerate((1, 1, 0, 1, -1, -1, 1, 1)):
+        step(number, measured(shift))
+    assert recorded[1]["offset"]["shift"] == 1 and recorded[5]["offset"]["shift"] == -1
+    step(8, measured(1, n=20))
+    step(9, {})  # recorded before there was such a measurement
+    again = OffsetTest()
+    for number, found in recorded.items():
+        again.add(number, found)
+    for known in (test, again):
+        with pytest.raises(TrainerError, match=r"\+1 token away .* the steps 6, 7: .*--from 5"):
+            known.check(10, measured(1))
+        known.check(10, measured(0))
 
 
 def test_the_meter_begins_anew_after_every_step() -> None:

@@ -20,11 +20,12 @@ def schema(**types: pa.DataType) -> pa.Schema:
     return pa.schema([pa.field(name, type_) for name, type_ in types.items()])
 
 
-def published_again(log: Log, monkeypatch: pytest.MonkeyPatch, *values: object):
+def published_again(log: Log, monkeypatch: pytest.MonkeyPatch, *values: object, later: bool = True):
     """A writer whose commit of these rows is there twice: its outcome was not known."""
     w = log.writer(linger_s=60, user_schemas={"x_a": schema(v=pa.float64())})
-    w.append("rewards", make.reward())
-    w.flush()
+    if later:
+        w.append("rewards", make.reward())
+        w.flush()
     real = files.fsync_dir
 
     def fail_once(path) -> None:
@@ -48,6 +49,11 @@ def test_a_commit_that_was_published_again_counts_once(log: Log, monkeypatch, co
         compact(log, everything=True)
     expected = [[r.writer, r.seq, r.row] for r in refs]
     assert rows(log, "select writer, seq, row from x_a order by row") == expected
+
+
+def test_it_is_shown_if_both_are_all_that_their_writers_have(log: Log, monkeypatch) -> None:
+    published_again(log, monkeypatch, 1.0, later=False)
+    assert rows(log, "select count(*) from x_a") == [[1]]
 
 
 def test_equal_rows_that_were_appended_twice_are_two(log: Log, monkeypatch) -> None:

@@ -39,13 +39,27 @@ def test_what_failed_beside_the_caller_is_told_once(
     with pytest.raises(OSError, match="No space") as error:
         use(w)
     assert error.value.errno == errno.ENOSPC and rewards(log) == []
-    assert not list(log.path.glob("data/*/*/*.end.arrow"))
+    ends = list(log.path.glob("data/*/*/*.end.arrow"))
+    assert len(ends) == (use is Writer.close), "readers forget a writer that is closed"
     if use is Writer.flush:
         w.flush()
         w.append("rewards", make.reward())
         w.flush()
         w.close()
         assert rewards(log) == [0]
+
+
+@pytest.mark.parametrize("use", [Writer.flush, Writer.close])
+def test_what_was_appended_again_and_is_durable_has_not_failed(
+    log: Log, monkeypatch: pytest.MonkeyPatch, use: Callable[[Writer], None]
+) -> None:
+    w = log.writer(linger_s=0.0)
+    full(monkeypatch)
+    wait([w.append("rewards", make.reward())], 30)
+    wait([w.append("rewards", make.reward())], 30)
+    use(w)
+    assert rewards(log) == [0]
+    w.close()
 
 
 def test_flush_waits_for_rows_in_flight_and_tells_of_their_failure(
