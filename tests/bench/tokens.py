@@ -126,6 +126,26 @@ class Played(NamedTuple):
     stolen: float
 
 
+def processes() -> dict[tuple[int, str], float]:
+    """CPU seconds so far of every process that this one may read."""
+    fields = ["pid", "name", "cmdline", "cpu_times"]
+    return {
+        (p.info["pid"], (p.info["cmdline"] or [p.info["name"]])[0][:40]): sum(
+            p.info["cpu_times"][:2]
+        )
+        for p in psutil.process_iter(fields)
+        if p.info["cpu_times"]
+    }
+
+
+def busiest(before: dict[tuple[int, str], float]) -> str:
+    """CPU seconds since `before` of the processes that took most, for who wants to know why."""
+    now = processes()
+    spent = {k[1]: round(v - before.get(k, 0.0), 1) for k, v in now.items()}
+    top = sorted(spent.items(), key=lambda item: -item[1])[:6]
+    return ", ".join(f"{name} {seconds}" for name, seconds in top)
+
+
 def assignments(first: int, n: int) -> list[Assignment]:
     """`n` groups of one rollout each, from ordinal `first` on."""
     names = (f"train-{first + i}" for i in range(n))
@@ -165,6 +185,7 @@ class Rig:
         ]
 
     async def play(self, arm: str) -> Played:
+        each = processes()
         before, began = psutil.cpu_times(), time.perf_counter()
         if arm == "bare":
             call = self.cluster.call(self.cluster.engines[0], "bare", self.prompts, TOKENS)
@@ -178,7 +199,7 @@ class Rig:
         after = psutil.cpu_times()
         spent = sum(after[:3]) - sum(before[:3])
         found = Played(n / seconds, 1000 * spent / n, (after.steal - before.steal) / seconds)
-        print(arm, found, flush=True)
+        print(arm, found, busiest(each), flush=True)
         return found
 
 
