@@ -205,11 +205,12 @@ def override_key(tree: dict[str, Any], override: str) -> None:
 
 
 def recorded_config(epoch: Row, overrides: Sequence[str] = ()) -> Config:
-    """The configuration of an epoch record, with `a.b=c` overrides."""
+    """The configuration of an epoch record, with `a.b=c` overrides; these alone are checked."""
     tree = json.loads(epoch["config"])
     for text in overrides:
         override_key(tree, text)
     config: Config = build(Config, tree, "")
+    _check_values(config, {text.partition("=")[0].strip() for text in overrides})
     return config
 
 
@@ -318,16 +319,7 @@ def validate(config: Config) -> None:
     """Refuse combinations that cannot work, each with the reason."""
     algo, train = config.algo, config.train
     _check_finite(dataclasses.asdict(config))
-    for words, (keys, is_good) in RANGES.items():
-        for key in keys.split():
-            value = attrgetter(key)(config)
-            values = value if isinstance(value, tuple) else (value,)
-            if not all(v is None or is_good(v) for v in values):
-                raise ConfigError(f"{key} is {value}; must be {words}")
-    for key, known in ONE_OF.items():
-        name = attrgetter(key)(config)
-        if name is not None and name not in known:
-            raise ConfigError(f"{key} is '{name}'; one of {sorted(known)}")
+    _check_values(config)
     if config.engine.dtype != train.dtype:
         raise ConfigError(
             f"engine.dtype is {config.engine.dtype} and train.dtype is {train.dtype}: a mixture "
@@ -356,6 +348,27 @@ def validate(config: Config) -> None:
             "token would be trained; use temperature > 0, top_p = 1, top_k = 0 and min_p = 0"
         )
     resolve(config.agent.env, "agent.env")
+
+
+def _check_values(config: Config, only: Collection[str] | None = None) -> None:
+    """ConfigError for a value out of its range or an unknown choice; `only`: of these sections and
+    keys."""
+
+    def asked(key: str) -> bool:
+        return only is None or any(f"{key}.".startswith(f"{name}.") for name in only)
+
+    for words, (keys, is_good) in RANGES.items():
+        for key in keys.split():
+            value = attrgetter(key)(config)
+            values = value if isinstance(value, tuple) else (value,)
+            # A comparison with nan is false, so that is refused too.
+            good = all(v is None or (is_good(v) and math.isfinite(v)) for v in values)
+            if not good and asked(key):
+                raise ConfigError(f"{key} is {value}; must be {words}")
+    for key, known in ONE_OF.items():
+        name = attrgetter(key)(config)
+        if name not in (None, *known) and asked(key):
+            raise ConfigError(f"{key} is '{name}'; one of {sorted(known)}")
 
 
 def _check_finite(tree: Any, where: str = "") -> None:

@@ -1,12 +1,13 @@
 """Configuration: defaults, overrides, and every kind of mistake named."""
 
+import json
 from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
 from molt.agents.env import resolve
-from molt.config import LOSS_NAMES, changes, load, refuse_secrets
+from molt.config import LOSS_NAMES, changes, load, recorded_config, refuse_secrets
 from molt.data import Prompts
 from molt.model import resolve_model
 from molt.schemas.errors import ConfigError
@@ -78,6 +79,21 @@ sampling.top_k=-5 log.linger_s=-1 limits.noise=0
 def test_values_that_cannot_work_are_refused(override: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         load(DEMO, [override])
+
+
+@pytest.mark.parametrize("override", [*OUT_OF_RANGE.split(), "algo.loss=ppo", "algo={is_cap=-1}"])
+def test_what_is_set_over_a_recorded_configuration_is_checked_too(override: str) -> None:
+    epoch = {"config": canonical_json(asdict(load(DEMO)))}
+    with pytest.raises(ConfigError, match="must be|one of"):
+        recorded_config(epoch, [override])
+
+
+def test_what_a_log_has_recorded_is_taken_as_it_is() -> None:
+    """An older version may have allowed more; only what is set anew is refused."""
+    recorded = json.loads(canonical_json(asdict(load(DEMO))))
+    recorded["agent"]["deadline_s"], recorded["train"]["lr"] = -1, -1e-5
+    found = recorded_config({"config": canonical_json(recorded)}, ["algo.loss=cispo"])
+    assert found.agent.deadline_s == -1 and found.algo.loss == "cispo"
 
 
 @pytest.mark.parametrize("recipe", sorted(DEMO.parent.glob("*.toml")), ids=lambda p: p.stem)
