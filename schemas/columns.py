@@ -157,7 +157,7 @@ def _bytes(width: int | None, value: Any) -> bytes:
 def _other(type_: pa.DataType, value: Any) -> Any:
     """A type that only users' own streams have: Arrow decides."""
     try:
-        return pa.scalar(value, type_).as_py()
+        return pa.scalar(escaped(value), type_).as_py()
     except pa.ArrowException as error:
         raise TypeError(error) from None
 
@@ -282,16 +282,29 @@ def _values(table: pa.Table, name: str) -> list[Any]:
 
 def _has_escape(column: pa.ChunkedArray) -> bool:
     """Whether some text of a column may need `unescape_text`; nearly none does."""
+    if "dictionary<" in str(column.type):  # its text is not among the buffers
+        return True
     buffers = (b for chunk in column.chunks for b in chunk.buffers() if b is not None)
     return any(map(ESCAPE_BYTES.search, buffers))
 
 
 def unescaped(value: Any) -> Any:
-    """A stored value with the text that was appended, in lists and structs too."""
+    """A stored value with the text that was appended, in lists, structs and maps too."""
+    return _with_text(unescape_text, value)
+
+
+def escaped(value: Any) -> Any:
+    """The value whose `unescaped` is this one."""
+    return _with_text(escape_text, value)
+
+
+def _with_text(change: Callable[[str], str], value: Any) -> Any:
     if isinstance(value, str):
-        return unescape_text(value)
+        return change(value)
     if isinstance(value, list):
-        return [unescaped(v) for v in value]
+        return [_with_text(change, v) for v in value]
+    if isinstance(value, tuple):  # an entry of a map
+        return tuple(_with_text(change, v) for v in value)
     if isinstance(value, dict):
-        return {k: unescaped(v) for k, v in value.items()}
+        return {k: _with_text(change, v) for k, v in value.items()}
     return value

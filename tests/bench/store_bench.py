@@ -102,15 +102,20 @@ def protocol(folder: Path, workload: Workload, batch: int) -> Callable[[int], fl
     n = COMMITS[batch]
     schema = STREAMS["segments"]
     name = schema_id("segments", schema, "1.0")
-    rows = [
-        check_row("segments", schema, {**workload.row(k), "at": make.NOW}) for k in range(n * batch)
+    single = [
+        check_row("segments", schema, {**workload.row(k), "at": make.NOW})
+        for k in range(n if batch == 1 else 0)
     ]
+
+    def part(k: int) -> Any:
+        """What the writer has at this point: a row, or a table that was made before."""
+        return to_table(schema, [single[k]]) if single else workload.table(k, k + batch)
 
     def run(number: int) -> float:
         for k in range(n):
             seq = number * n + k
-            part = to_table(schema, rows[k * batch : (k + 1) * batch])
-            raw = encode(part, stream="segments", writer="w", seq=seq, schema_text=name)
+            rows = part(k * batch)
+            raw = encode(rows, stream="segments", writer="w", seq=seq, schema_text=name)
             publish(folder / f"{seq:010d}.arrow", raw)
         return float(workload.raw_bytes(0, n * batch))
 

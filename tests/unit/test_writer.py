@@ -17,6 +17,7 @@ from molt.schemas.errors import SegmentRejected, WriterClosed
 from molt.schemas.records import RewardRow
 from molt.schemas.streams import FLUSH_ORDER, routing_metadata
 from molt.store import Log, Writer
+from molt.store.compact import compact
 from molt.store.reader import BUCKET, commit_path, read_commit, writer_files
 
 
@@ -228,6 +229,32 @@ def test_a_bad_row_of_a_users_stream_is_refused_alone(
             w.append("x_own", {"v": bad})
         w.flush()
         assert log.row(ticket.result())["v"] == good
+
+
+ODD = "a\ud800\ufdd0d800\x00"
+
+
+@pytest.mark.parametrize(
+    ("kind", "value"),
+    [
+        (pa.list_(pa.string()), [ODD, "b"]),
+        (pa.large_list(pa.string()), [ODD]),
+        (pa.list_(pa.string(), 2), [ODD, ""]),
+        (pa.list_(pa.struct([("a", pa.string())])), [{"a": ODD}]),
+        (pa.map_(pa.string(), pa.string()), [(ODD, ODD)]),
+        (pa.dictionary(pa.int32(), pa.string()), ODD),
+        (pa.list_(pa.dictionary(pa.int32(), pa.string())), [ODD]),
+    ],
+)
+def test_every_text_of_a_users_stream_comes_back(
+    log: Log, kind: pa.DataType, value: object
+) -> None:
+    with log.writer(user_schemas={"x_own": pa.schema([("v", kind)])}, linger_s=60) as w:
+        ticket = w.append("x_own", {"v": value})
+        w.flush()
+        assert log.row(ticket.result())["v"] == value
+    compact(log, everything=True)
+    assert log.row(ticket.result())["v"] == value
 
 
 @pytest.mark.parametrize(
