@@ -1,10 +1,12 @@
 """The `molt` command: its entry, and the commands that read and keep a log."""
 
 import argparse
+import io
 import os
 import sys
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Literal
 
 from rich.console import Console
 
@@ -33,6 +35,9 @@ from molt.store.sql import run_sql as query
 def main(argv: list[str] | None = None) -> int:
     """Entry point; returns the exit status: 0 well, 1 damage or failed check, 2 wrong use."""
     args = parser().parse_args(argv)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # text of a log may be what no terminal can show
+            stream.reconfigure(errors="backslashreplace")
     sys.path.insert(0, os.getcwd())  # users' agents and data functions live beside their config
     try:
         check_foreign_package()
@@ -62,6 +67,10 @@ def check_foreign_package() -> None:
             )
 
 
+def epoch(text: str) -> int | Literal["all"]:
+    return "all" if text == "all" else int(text)
+
+
 @command(
     "sql",
     'molt sql runs/demo "select step, avg(reward) from plans group by step order by step"',
@@ -69,7 +78,7 @@ def check_foreign_package() -> None:
     argument("query"),
     argument(
         "--epoch",
-        type=lambda text: text if text == "all" else int(text),
+        type=epoch,
         help="lineage of this epoch; 'all' shows abandoned rows",
     ),
     formats("table", "json", "csv"),
@@ -88,7 +97,7 @@ def run_sql(args: argparse.Namespace) -> int:
     argument("--follow", "-f", action="store_true", help="go on as the log grows"),
 )
 def run_tail(args: argparse.Namespace) -> int:
-    """One line per event of a log."""
+    """One line per event of a log: control records, issued prompts, outcomes, rewards."""
     for line in follow.events(Log.open(args.log), follow=args.follow):
         print(line, flush=True)
     return 0
@@ -137,6 +146,8 @@ def run_doctor(args: argparse.Namespace) -> int:
             print(f"{title}: {name}")
     if found["mount"]["advice"]:
         print(f"{found['mount']['at']} is {found['mount']['type']}: {found['mount']['advice']}")
+    if found["invisible"]:
+        print(f"not verified: {found['invisible']} commits behind their writer's end (never shown)")
     for problem in found["problems"]:
         print(f"DAMAGED {problem['file']}: {problem['why']}")
     print("ok" if found["ok"] else f"{len(found['problems'])} problem(s)")

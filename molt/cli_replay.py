@@ -238,7 +238,12 @@ def run_diff(args: argparse.Namespace) -> int:
     "molt export runs/demo --dir out --format parquet --view segments --view rewards",
     LOGS,
     argument("--dir", required=True, help="folder; nothing in it is overwritten"),
-    argument("--view", action="append", default=[], help="a view (repeatable)"),
+    argument(
+        "--view",
+        action="append",
+        default=[],
+        help=f"a view, or a stream of your own (repeatable; default: {' '.join(DEFAULT)})",
+    ),
     argument("--sql", help="a query instead of views"),
     formats("parquet", "jsonl", "datasets"),
 )

@@ -10,26 +10,37 @@ from pathlib import Path
 from typing import Any
 
 from molt.schemas.columns import to_rows
-from molt.schemas.errors import MoltError
+from molt.schemas.errors import LogGap, MoltError
 from molt.store import Log
 from molt.store.commit import Commit
 from molt.store.control import Record
 
 STREAMS = frozenset({"prompts", "rollouts", "rewards"})
 POLL_S = 0.5
+POLLS_LATE = 5
+"""After so many polls what is missing is not late."""
 
 
 def events(log: Log, *, follow: bool) -> Iterator[str]:
-    """One line per event, oldest records first; with `follow` it goes on for ever."""
-    tail = log.tail(streams=STREAMS)
+    """One line per event, oldest records first; with `follow` it goes on for ever.
+
+    LogGap if something is missing: at once after what is there, or when a tail stops waiting.
+    """
+    tail, polls_left = log.tail(streams=STREAMS), POLLS_LATE
     with contextlib.closing(tail):
         while True:
             records, commits = tail.poll()
             yield from (record_line(r) for r in records)
             for commit in commits:
                 yield from commit_lines(commit)
-            if not follow:
+            polls_left -= 1
+            if not follow and not tail.missing:
                 return
+            if not follow and polls_left < 1:
+                raise LogGap(
+                    f"{', '.join(tail.missing)} missing, and nothing behind it was read; run "
+                    "`molt doctor` on the log"
+                )
             tail.wait(POLL_S)
 
 
@@ -77,6 +88,8 @@ def _time(row: dict[str, Any]) -> str:
 
 def runs(folder: Path) -> Iterator[dict[str, Any]]:
     """One row per log directly in `folder` (or `folder` itself), newest step's reward included."""
+    if not folder.is_dir():
+        raise FileNotFoundError(f"{folder} is not a folder")
     for path in [folder, *sorted(p for p in folder.iterdir() if p.is_dir())]:
         if not (path / "format.json").exists():
             continue

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.text import Text
 
 from molt.model import local_tokenizer
-from molt.replay.why import attempts, rollout_rows
+from molt.replay.why import attempts, is_conflict, rollout_rows
 from molt.schemas.columns import Row
 from molt.store import Log
 
@@ -51,9 +51,14 @@ def show(log: Log, rollout_id: str, console: Console, tokenizer: Any = None) -> 
 
 
 def _attempt(rows: dict[str, list[Row]], attempt: int, console: Console, tokenizer: Any) -> None:
-    segments = [s for s in rows["segments"] if s["attempt"] == attempt]
+    segments, outcomes, rewards = (
+        [r for r in rows[view] if r["attempt"] == attempt]
+        for view in ("segments", "rollouts", "rewards")
+    )
     lines = Text.assemble((f"attempt {attempt}", "bold"), ": ", "; ".join(_fate(rows, attempt)))
-    if segments and segments[0]["abandoned"]:
+    if is_conflict(segments, outcomes, rewards):
+        lines.append(" [conflict: two writers tell it differently]", "yellow")
+    elif segments and segments[0]["abandoned"]:
         lines.append(" [abandoned: not in the newest epoch's lineage]", "yellow")
     console.print(lines)
     version: tuple[int, int] | None = None

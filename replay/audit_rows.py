@@ -90,5 +90,5 @@ def segment_key(rollout_id: str, attempt: int, segment: int) -> int:
 
 
 def hashed(content: str | bytes) -> int:
-    raw = content.encode() if isinstance(content, str) else content
+    raw = content.encode(errors="surrogatepass") if isinstance(content, str) else content
     return xxhash.xxh3_64_intdigest(raw)

@@ -8,6 +8,7 @@ import json
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import duckdb
 import pyarrow as pa
@@ -17,7 +18,7 @@ from molt.schemas.columns import unescaped
 from molt.schemas.errors import ConfigError
 from molt.schemas.text import ESCAPE
 from molt.store.log import Log
-from molt.store.sql import connect, json_able
+from molt.store.sql import connect, json_able, unique
 
 DEFAULT = (
     *("prompts", "segments", "rollouts", "rewards", "plans", "drops", "steps", "policies"),
@@ -38,23 +39,36 @@ def export(
 ) -> dict[str, int]:
     """Write one file (or dataset) per view into `folder`, or one called "query"; rows of each.
 
-    Nothing that exists is overwritten: ConfigError, also for a wrong view or query.
+    All or nothing. What exists is not overwritten: ConfigError, also for a wrong view or query.
     """
     queries = {"query": query} if query else {v: f'select * from "{v}"' for v in views}
-    written = {}
+    files = {n: n if style == "datasets" else f"{n}.{style}" for n in queries}
     folder.mkdir(parents=True, exist_ok=True)
-    for name, text in queries.items():
-        target = folder / (name if style == "datasets" else f"{name}.{style}")
-        if target.exists():
-            raise ConfigError(f"{target} exists; choose another folder, or remove it")
-        con = connect(logs, query=text)
-        try:
-            reader = con.sql(text).to_arrow_reader(BATCH_ROWS)
-        except (duckdb.Error, AttributeError) as error:
-            raise ConfigError(f"{name}: {error}") from None
-        written[name] = WRITERS[style](reader, target)
-        con.close()
+    for file in files.values():
+        if (folder / file).exists():
+            raise ConfigError(f"{folder / file} exists; choose another folder, or remove it")
+    written = {}
+    with tempfile.TemporaryDirectory(dir=folder, prefix=".export-") as scratch:
+        for name, text in queries.items():
+            con = connect(logs, query=text)
+            try:
+                reader = _named(con.sql(text).to_arrow_reader(BATCH_ROWS))
+            except (duckdb.Error, AttributeError) as error:
+                raise ConfigError(f"{name}: {error}") from None
+            written[name] = WRITERS[style](reader, Path(scratch) / files[name])
+            con.close()
+        for file in files.values():
+            (Path(scratch) / file).rename(folder / file)
     return written
+
+
+def _named(reader: pa.RecordBatchReader) -> pa.RecordBatchReader:
+    """The same rows, no column name twice."""
+    names = unique(reader.schema.names)
+    if names == reader.schema.names:
+        return reader
+    schema = pa.schema([f.with_name(n) for f, n in zip(reader.schema, names, strict=True)])
+    return pa.RecordBatchReader.from_batches(schema, (b.rename_columns(names) for b in reader))
 
 
 def _parquet(reader: pa.RecordBatchReader, target: Path) -> int:
@@ -81,13 +95,16 @@ def _jsonl(reader: pa.RecordBatchReader, target: Path) -> int:
 
 def _datasets(reader: pa.RecordBatchReader, target: Path) -> int:
     """Through a Parquet file, which `datasets` maps instead of loading."""
-    from datasets import Dataset
+    from datasets import Dataset, Features
 
-    with tempfile.TemporaryDirectory(dir=target.parent, prefix=".export-") as scratch:
-        file = Path(scratch) / "rows.parquet"
-        n = _parquet(reader, file)
-        made = Dataset.from_parquet(str(file), cache_dir=scratch, keep_in_memory=False)
-        made.save_to_disk(str(target))
+    file = target.with_name(f"{target.name}.rows")
+    n = _parquet(reader, file)
+    if n:
+        made = Dataset.from_parquet(str(file), cache_dir=str(target.parent), keep_in_memory=False)
+    else:
+        empty: dict[str, list[Any]] = {name: [] for name in reader.schema.names}
+        made = Dataset.from_dict(empty, Features.from_arrow_schema(reader.schema))
+    made.save_to_disk(str(target), num_shards=None if n else 1)
     return n
 
 

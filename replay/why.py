@@ -104,20 +104,25 @@ def _attempt(rows: dict[str, list[Row]], number: int) -> Row:
         [r for r in rows[view] if r["attempt"] == number] for view in PLAYED
     )
     names = "status reason seconds n_segments"
-    told = {(("segment", s["segment"]), s["digest"]) for s in segments}
-    told |= {
-        (("pending", r["status"] == "pending"), (r["status"], r["chain_digest"])) for r in outcomes
-    }
-    names_of = ("segment", "token", "name", "revision")
-    told |= {(tuple(r[k] for k in names_of), r["value"]) for r in rewards}
     return {
         "attempt": number,
         **(_pick(outcomes[-1], names) if outcomes else dict.fromkeys(names.split())),
         "abandoned": any(s["abandoned"] for s in segments),
-        "conflict": len(told) > len({name for name, _ in told}),
+        "conflict": is_conflict(segments, outcomes, rewards),
         "turns": [_turn(s) for s in segments],
         "rewards": [_pick(r, "name segment token value revision source") for r in rewards],
     }
+
+
+def is_conflict(segments: Sequence[Row], outcomes: Sequence[Row], rewards: Sequence[Row]) -> bool:
+    """Whether these rows of an attempt have other content under one key."""
+    told = {(("segment", s["segment"]), s["digest"]) for s in segments}
+    told |= {
+        (("pending", r["status"] == "pending"), (r["status"], r["chain_digest"])) for r in outcomes
+    }
+    names = ("segment", "token", "name", "revision")
+    told |= {(tuple(r[k] for k in names), r["value"]) for r in rewards}
+    return len(told) > len({name for name, _ in told})
 
 
 def _turn(row: Row) -> Row:

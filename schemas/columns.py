@@ -5,6 +5,7 @@ edits by the caller cannot reach the log; `to_table` packs normalised rows.
 """
 
 import datetime
+import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
@@ -90,7 +91,7 @@ def converter(type_: pa.DataType) -> Convert:
         info = np.iinfo(type_.to_pandas_dtype())
         return partial(_integer, int(info.min), int(info.max))
     if pa.types.is_floating(type_):
-        return _float
+        return partial(_float, np.dtype(type_.to_pandas_dtype()))
     if pa.types.is_timestamp(type_):
         return _time
     if pa.types.is_large_list(type_):
@@ -122,11 +123,13 @@ INTEGERS, NUMBERS, LISTS = (int, np.integer), (int, float, np.number), (np.ndarr
 BYTES = (bytes, bytearray, memoryview)
 
 
-def _float(value: Any) -> float:
-    if type(value) is float:
-        return value
-    if isinstance(value, bool) or not isinstance(value, NUMBERS):
-        raise TypeError(f"got {type(value).__name__}")
+def _float(dtype: np.dtype[Any], value: Any) -> float:
+    if type(value) is not float:
+        if isinstance(value, bool) or not isinstance(value, NUMBERS):
+            raise TypeError(f"got {type(value).__name__}")
+        value = float(value)
+    if dtype.itemsize < 8 and math.isfinite(value) and abs(value) > float(np.finfo(dtype).max):
+        raise OverflowError(f"{value} is out of range")
     return float(value)
 
 
@@ -156,6 +159,8 @@ def _bytes(width: int | None, value: Any) -> bytes:
 
 def _other(type_: pa.DataType, value: Any) -> Any:
     """A type that only users' own streams have: Arrow decides."""
+    if pa.types.is_map(type_) and isinstance(value, Mapping):
+        value = list(value.items())
     try:
         return pa.scalar(escaped(value), type_).as_py()
     except pa.ArrowException as error:
@@ -217,7 +222,11 @@ def _floats(dtype: np.dtype[Any], value: Any) -> np.ndarray:
     array = np.asarray(value)
     if array.size and (array.ndim != 1 or array.dtype.kind not in "fiu"):
         raise TypeError(f"got items of dtype {array.dtype}, {array.ndim} axes")
-    return np.array(array, dtype, copy=True)
+    with np.errstate(over="ignore"):
+        out = np.array(array, dtype, copy=True)
+    if out.dtype.itemsize < array.dtype.itemsize and (np.isinf(out) & np.isfinite(array)).any():
+        raise OverflowError("an item is out of range")
+    return out
 
 
 def has_none(value: Any) -> bool:

@@ -79,7 +79,10 @@ class ControlListing:
 
     def numbers(self, start: int) -> list[int]:
         """As `control_numbers`."""
-        now, state = self.clock(), STORE.identity(self.log / CONTROL_DIR)
+        try:
+            now, state = self.clock(), STORE.identity(self.log / CONTROL_DIR)
+        except FileNotFoundError:
+            return []
         if state != self._state:
             self._state, self._since, self._nothing = state, now, None
         if self._nothing and self._nothing[0] == start and now - self._nothing[1] < LISTED_S_MAX:
@@ -288,6 +291,6 @@ def lineage_of(records: Iterable[Record], epoch: int | None = None) -> Lineage:
             line.spans[current] = (record.n, last)
         cuts = [n for n in (limit, row["cut"]) if n is not None]
         limit, current = min(cuts, default=None), row["parent_epoch"]
-    if line.epoch and line.epoch not in by_epoch:
+    if line.epoch not in by_epoch and (line.epoch or epoch is not None):
         raise ConfigError(f"there is no epoch {line.epoch} in this log; known: {sorted(by_epoch)}")
     return line

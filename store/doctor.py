@@ -213,7 +213,11 @@ class _Data:
                 self.report.log / CONTROL_DIR,
                 f"writers of epoch {max(epochs)} are there, but no record of that epoch",
             )
-        for writer in sorted({*self.report.listing(data), *self.lineage.closed}):
+        moved = {writer for file in self.cold for writer in file.covers}
+        known = {*self.report.listing(data), *self.lineage.closed}
+        for writer in sorted(moved - known):
+            self.report.problem(data / writer, "missing, though its rows lie in cold files")
+        for writer in sorted(moved | known):
             if WRITER_NAME.fullmatch(writer):
                 self._writer(writer)
             else:

@@ -114,7 +114,9 @@ def _write_durable(path: Path, data: Bytes) -> None:
                 raise OSError(errno.EIO, f"wrote {n} bytes of {len(view)} to {path}")
             view = view[n:]
         os.fsync(fd)
-    except BaseException:
+    except BaseException as error:
+        if isinstance(error, OSError) and error.filename is None:
+            error.filename = str(path)
         with contextlib.suppress(OSError):
             os.close(fd)
         raise

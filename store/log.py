@@ -69,7 +69,7 @@ class Log:
         try:
             meta = json.loads(STORE.read(path / "format.json"))
             found, run_id = str(meta["format"]), str(meta["run_id"])
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             raise FileNotFoundError(
                 f"{path} is not a molt log: it has no format.json. `molt train` makes one"
             ) from None

@@ -20,6 +20,7 @@ import pyarrow as pa
 
 from molt.schemas.columns import to_rows
 from molt.schemas.errors import LogGap, Retired, SchemaMismatch
+from molt.store.cold import cold_files
 from molt.store.control import lineage_of, read_records
 from molt.store.files import STORE
 from molt.store.log import Log
@@ -166,7 +167,14 @@ class Snapshot:
         self.files: dict[str, list[CommitFile]] = {}
         self._ends: dict[str, list[CommitFile]] = {}
         """Of each process the last commits of its writers."""
-        for writer in sorted({*writer_names(log.path), *self.lineage.closed}):
+        moved = {writer for file in cold_files(log.path) for writer in file.covers}
+        writers = {*writer_names(log.path), *self.lineage.closed}
+        if lost := sorted(moved - writers):
+            raise LogGap(
+                f"{log.path}/data/{lost[0]} is missing, though rows of that writer lie in cold "
+                "files. If the log was copied without its empty folders, make it"
+            )
+        for writer in sorted(writers):
             visible = self._visible(writer)
             self._ends.setdefault(_process(writer), []).extend(visible[-1:])
             for file in visible:

@@ -8,6 +8,7 @@ addresses), and with epoch="all" a boolean `abandoned`.
 
 import datetime
 import decimal
+import itertools
 import math
 import re
 from collections import Counter
@@ -173,7 +174,7 @@ def run_sql(
     con = connect(logs, epoch, query)
     try:
         con.execute(query)
-        names = [column[0] for column in con.description or []]
+        names = unique([column[0] for column in con.description or []])
         return names, [[json_able(v) for v in row] for row in con.fetchall()] if names else []
     except duckdb.Error as error:
         known = ", ".join(sorted([*_views([Snapshot(log) for log in logs]), "groups"]))
@@ -183,6 +184,19 @@ def run_sql(
         ) from None
     finally:
         con.close()
+
+
+def unique(names: Sequence[str]) -> list[str]:
+    """Column names of which none is there twice.
+
+    >>> unique(["seq", "at", "seq", "seq"])
+    ['seq', 'at', 'seq_1', 'seq_2']
+    """
+    out: list[str] = []
+    for name in names:
+        more = (f"{name}_{i}" for i in itertools.count(1))
+        out.append(name if name not in out else next(n for n in more if n not in (*out, *names)))
+    return out
 
 
 def json_able(value: Any) -> Any:

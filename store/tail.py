@@ -119,6 +119,13 @@ class Tail:
             self._ear.close()
             self._ear = None
 
+    @property
+    def missing(self) -> list[str]:
+        """Records and commits that the last poll did not find, while later ones are there."""
+        cursors = {f"{w}: commit {c.next_seq}": c for w, c in self._cursors.items()}
+        cursors = {f"control record {self.next_n}": self._control_gap, **cursors}
+        return [what for what, cursor in cursors.items() if cursor.gap_since is not None]
+
     def poll(self) -> tuple[list[Record], list[Commit]]:
         """What became visible since the last poll: control records, then data commits."""
         if self.register is not None and self.clock() >= self._renew_at:

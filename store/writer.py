@@ -86,6 +86,9 @@ class Writer:
         for name, schema in (user_schemas or {}).items():
             if not USER_NAME.fullmatch(name):
                 raise SegmentRejected(f"a stream of your own is called x_[a-z0-9_]+, not '{name}'")
+            twice = {n for n in schema.names if schema.names.count(n) > 1}
+            if twice:
+                raise SegmentRejected(f"the schema of {name} has several columns {sorted(twice)}")
             self._schemas[name] = schema.append(AT) if "at" not in schema.names else schema
         self._schema_texts: dict[str, str] = {}
         self._routing = dict(routing or {})

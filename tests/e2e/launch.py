@@ -113,6 +113,15 @@ class Train:
                     found.append(process)
         return found
 
+    def one(self, title: str, limit_s: float = 20) -> psutil.Process:
+        """The first of `processes`, which a busy machine may be late to show."""
+        deadline = time.monotonic() + limit_s
+        while not (found := self.processes(title)):
+            shown = ", ".join(map(str, self.family))
+            assert time.monotonic() < deadline, f"no {title} among {shown}: {self.text()[-3000:]}"
+            self.pause(0.1)
+        return found[0]
+
     def signal(self, number: signal.Signals) -> None:
         self.process.send_signal(number)
 

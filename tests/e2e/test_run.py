@@ -155,7 +155,7 @@ def test_on_policy_run_stops_on_sigterm_and_survives_its_engine(
     second = Train(tmp_path, model, "algo.max_lag=0", "run.steps=8")
     started.append(second)
     second.wait_for("step", n_first + 1)
-    second.processes("EngineCore")[0].kill()
+    second.one("EngineCore").kill()
     assert second.wait() == 0, second.text()[-3000:]
     assert "engine-0 died; starting it again" in second.text()
     assert sql(log, TWICE) == [] and sql(log, MISSING) == [] and sql(log, UNSETTLED) == []

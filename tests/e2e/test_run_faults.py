@@ -78,9 +78,9 @@ def test_two_engines_one_dies_a_worker_dies_and_the_run_goes_on(
     run = Train(tmp_path, model, *sizes)
     started.append(run)
     run.wait_for("step", 2)
-    run.processes("EngineCore")[0].kill()
+    run.one("EngineCore").kill()
     run.wait_for("step", 4)
-    run.processes("RolloutWorker")[0].kill()
+    run.one("RolloutWorker").kill()
     assert run.wait(limit_s=500) == 0, run.text()[-3000:]
     text = run.text()
     assert "engine-0 died; starting" in text or "engine-1 died; starting" in text, text[-3000:]
