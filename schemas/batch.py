@@ -5,6 +5,7 @@ the fault, or finds none: what is rare (media, masked tokens) is left to it.
 """
 
 from collections.abc import Callable, Iterable
+from datetime import datetime
 from typing import Any
 
 import numpy as np
@@ -32,6 +33,7 @@ Place = tuple[str, int, int]
 """rollout_id, attempt, segment"""
 ParentOf = Callable[[str, int, int], Parent | None]
 """What is known of the segment at a place."""
+_TIME_MIN, _TIME_MAX = (np.datetime64(t, "us") for t in (datetime.min, datetime.max))
 _RUN = np.dtype([("epoch", "<i4"), ("version", "<i8"), ("n", "<i4")])
 
 
@@ -42,7 +44,7 @@ def clean_segments(table: pa.Table, parent_of: ParentOf) -> dict[Place, Parent] 
     """
     if _has_null(table) or not _known_words(table) or len(one_chunk(table, "media").flatten()):
         return None
-    if not _named(table) or not _not_negative(table):
+    if not _named(table) or not _not_negative(table) or not _in_calendar(table):
         return None
     tokens = {name: flat(table, name) for name in DIGESTED}
     runs = _runs(table)
@@ -95,6 +97,12 @@ def _not_negative(table: pa.Table) -> bool:
     if sources.null_count < len(sources):
         columns.append(sources.drop_null().to_numpy())
     return all(column.min() >= 0 for column in columns)
+
+
+def _in_calendar(table: pa.Table) -> bool:
+    """Whether Python's datetime holds all times."""
+    times = one_chunk(table, "at").to_numpy()
+    return bool(times.min() >= _TIME_MIN and times.max() <= _TIME_MAX)
 
 
 def _runs(table: pa.Table) -> tuple[Int64s, npt.NDArray[np.void]] | None:

@@ -13,6 +13,7 @@ import contextlib
 import json
 import os
 import secrets
+import select
 import socket
 import socketserver
 import struct
@@ -55,7 +56,7 @@ class Appender:
         schemas = options.pop("user_schemas", None) or {}
         text = {n: s.serialize().to_pybytes().hex() for n, s in schemas.items()}
         setup = {"log": str(log), "epoch": epoch, "address": str(self.address), "schemas": text}
-        # The child reads until this pipe closes, which also happens when we die.
+        setup["owner"] = os.getpid()
         self._process = subprocess.Popen(
             [sys.executable, "-c", COMMAND, json.dumps({**setup, **options})],
             stdin=subprocess.PIPE,
@@ -73,9 +74,12 @@ class Appender:
 
     def close(self) -> None:
         """Flush, publish the `end` commit, stop. WriterClosed if it could not or had died."""
-        assert self._process.stdin is not None
+        pipe = self._process.stdin
+        assert pipe is not None
         with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.close()
+            if not pipe.closed:
+                pipe.write(b"end")  # a process that was forked meanwhile holds the pipe open
+            pipe.close()
         status = self._process.wait()
         if self._process.stdout is not None:
             self._process.stdout.close()
@@ -206,6 +210,8 @@ class _Handler(socketserver.BaseRequestHandler):
         return {"refs": refs}
 
 
+WATCH_S = 1.0
+"""How often an appender looks whether its owner is alive."""
 REPORTED = (MoltError, OSError, pa.ArrowException)
 
 
@@ -222,8 +228,9 @@ def _told(error: Exception) -> dict[str, Any]:
 
 
 def main(text: str) -> None:
-    """The appender process: serve until stdin ends, then close the writer."""
+    """The appender process: serve until it is told to end, or its owner is gone."""
     setup = json.loads(text)
+    owner = setup.pop("owner")
     address, log = Path(setup.pop("address")), Path(setup.pop("log"))
     schemas = {
         name: pa.ipc.read_schema(pa.py_buffer(bytes.fromhex(schema)))
@@ -234,6 +241,7 @@ def main(text: str) -> None:
             server.writer = writer
             threading.Thread(target=server.serve_forever, daemon=True).start()
             print("ready", flush=True)
-            sys.stdin.buffer.read()
+            while os.getppid() == owner and not select.select([sys.stdin], [], [], WATCH_S)[0]:
+                pass
             server.shutdown()
         address.unlink(missing_ok=True)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from molt.schemas.errors import Retired
 from molt.store.cold import ColdFile, Place, cold_files, encode_cold
 from molt.store.compact import (
     TOKEN_STREAMS,
@@ -62,7 +63,9 @@ def plan_retirement(
     """What may go now. Nothing is changed.
 
     A writer's floor is its first commit with a row of a group that was not settled at every kept
-    checkpoint, or the lowest position of a registered reader. `routing` "all" keeps that stream,
+    checkpoint, or the lowest position of a registered reader. Segments that were sampled by other
+    weights than these checkpoints come from stay below it too: without them nobody could tell that
+    their rollouts do not count (I2). `routing` "all" keeps that stream,
     "none" lets it go as soon as its groups are settled, whatever checkpoints would redo.
     """
     records = log.records()
@@ -72,6 +75,7 @@ def plan_retirement(
     if routing == "none":
         rules.append(({"routing"}, settled_groups(records, lineage)))
     segments: set[CommitFile] = set()
+    known = policies_at_checkpoints(log, records)
     cursors = list(readers(log.path, now).values())
     found = Retirement()
     gone: set[CommitFile] = set()
@@ -83,7 +87,7 @@ def plan_retirement(
             own = [f for f in files[:limit] if f.stream in streams and not f.retired]
             floor, loose = _walk(own, settled, limit)
             found.floors[name] = min(found.floors.get(name, floor), floor)
-            gone.update(loose)
+            gone.update(f for f in loose if f.stream != "segments" or _versions(f) <= known)
     _fill(found, gone, [f for f in cold_files(log.path) if not f.retired])
     if STORE.list(log.path / "blobs"):
         going = {place for places in found.commits.values() for place in places}
@@ -113,6 +117,29 @@ def settled_at_checkpoints(log: Log, records: list[Record]) -> set[str]:
         own = settled_groups(records, lineage, step=row["step"], n=record.n)
         settled = own if settled is None else settled & own
     return settled or set()
+
+
+def policies_at_checkpoints(log: Log, records: list[Record]) -> set[tuple[int, int]]:
+    """(epoch, version) that count in the newest lineage and after going back to any checkpoint."""
+    ends = [(lineage_of(records), len(records))]
+    for record in (r for r in records if r.kind == "checkpoint"):
+        if (log.path / record.rows[0]["path"]).is_dir():
+            ends.append((lineage_of(records, record.rows[0]["epoch"]), record.n))
+    policies = [r for r in records if r.kind == "policy"]
+    return {
+        (r.rows[0]["epoch"], r.rows[0]["version"])
+        for r in policies
+        if all(lineage.holds(r.n) and r.n <= n for lineage, n in ends)
+    }
+
+
+def _versions(file: CommitFile) -> set[tuple[int, int]]:
+    """The policy versions that sampled tokens of a commit; none if it has been retired."""
+    try:
+        runs = read_commit(file, ["version_runs"]).table.column("version_runs")
+    except Retired:
+        return set()
+    return {(r["epoch"], r["version"]) for own in runs.to_pylist() for r in own}
 
 
 def _walk(files: list[CommitFile], settled: set[str], limit: int) -> tuple[int, list[CommitFile]]:

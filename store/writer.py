@@ -15,7 +15,7 @@ import os
 import secrets
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -205,9 +205,9 @@ class Writer:
 
     def _one_by_one(self, stream: str, table: pa.Table) -> list[Ticket | MoltError]:
         tickets: list[Ticket | MoltError] = []
-        for row in to_rows(table):
+        for row in _each_row(stream, table):
             try:
-                tickets.append(self.append(stream, row))
+                tickets.append(row if isinstance(row, MoltError) else self.append(stream, row))
             except MoltError as error:
                 tickets.append(error)
         return tickets
@@ -456,3 +456,18 @@ class Writer:
             announce(self.log)
             return [Ref(writer=self.name, seq=self._seq - 1, row=i) for i in range(table.num_rows)]
         raise AssertionError("unreachable")
+
+
+def _each_row(stream: str, table: pa.Table) -> Iterator[Row | MoltError]:
+    """The rows; for one that Python cannot hold (a time beyond its calendar) its own error."""
+    try:
+        rows = to_rows(table)
+    except (OverflowError, ValueError):
+        for i in range(table.num_rows):
+            try:
+                (row,) = to_rows(table.slice(i, 1))
+                yield row
+            except (OverflowError, ValueError) as error:
+                yield SegmentRejected(f"row {i} of a table of '{stream}': {error}")
+    else:
+        yield from rows

@@ -10,6 +10,7 @@ import sys
 import threading
 
 import factories as make
+import psutil
 import pyarrow as pa
 import pytest
 
@@ -188,3 +189,34 @@ def test_routing_and_own_streams_go_through_the_appender(log: Log) -> None:
         w.flush()
     assert log.experts(ticket.result(), 2, 4).shape == (2, 4)
     assert log.sql("select text from x_notes").fetchall() == [("hello",)]
+
+
+FORKS = """
+import os, sys, time
+from molt.store import Appender, Log
+appender = Appender(Log.open(sys.argv[1]).path, 1)
+child = os.fork()
+if not child:
+    time.sleep(60)
+    os._exit(0)
+print(appender.pid, child, flush=True)
+if sys.argv[2] == "close":
+    appender.close()
+else:
+    os.kill(os.getpid(), 9)
+"""
+
+
+@pytest.mark.parametrize("end", ["close", "death"])
+def test_it_ends_though_a_forked_process_holds_its_pipe(log: Log, end: str) -> None:
+    command = [sys.executable, "-c", FORKS, str(log.path), end]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as owner:
+        appender, child = map(psutil.Process, map(int, owner.stdout.readline().split()))
+        try:
+            assert owner.wait(30) == (0 if end == "close" else -signal.SIGKILL)
+            assert appender not in psutil.wait_procs([appender], 30)[1]
+            assert child.is_running()
+        finally:
+            child.kill()
+    assert doctor(log.path)["ok"]
+    assert [p.name.split(".")[1] for p in log.path.glob("data/*/*/*")] == ["end"]

@@ -16,6 +16,7 @@ from molt.schemas.errors import MoltError, SchemaMismatch, SegmentRejected
 from molt.schemas.streams import STREAMS
 from molt.schemas.text import escape_text
 from molt.store import Log, Ticket, Writer
+from molt.store.doctor import doctor
 
 SCHEMA = STREAMS["segments"]
 Row = dict[str, Any]
@@ -271,6 +272,26 @@ def test_after_a_failed_commit_the_same_table_can_be_appended(
     w.flush()
     assert [outcome(t) for t in again] == [0, 1, 2]
     assert len(stored(log)) == 3
+
+
+@pytest.mark.parametrize("stream", ["segments", "rewards", "x_own"])
+def test_a_time_beyond_the_calendar_is_the_fault_of_its_row(log: Log, stream: str) -> None:
+    if stream == "x_own":
+        table = pa.table({"v": pa.array([1, 2, 3], pa.int64())})
+    else:
+        row = make.segment if stream == "segments" else make.reward
+        table = make.as_table(stream, [row(rollout_id=f"train-{i}/0") for i in range(3)])
+        table = table.drop_columns("at")
+    times = pa.array([0, 2**62, 1], pa.int64()).cast(pa.timestamp("us"))
+    with log.writer(user_schemas={"x_own": pa.schema([("v", pa.int64())])}, linger_s=60) as w:
+        schema = w.schema(stream)
+        columns = {n: times if n == "at" else table.column(n) for n in schema.names}
+        found = w.append_table(stream, pa.table(columns, schema=schema))
+        w.flush()
+    good = [f.result() for f in found if isinstance(f, Ticket)]
+    assert [isinstance(f, Ticket) for f in found] == [True, False, True]
+    assert "row 1 of a table" in str(found[1]) and len([log.row(ref) for ref in good]) == 2
+    assert doctor(log.path)["ok"]
 
 
 def test_other_streams_and_other_columns(log: Log, w: Writer) -> None:

@@ -328,3 +328,24 @@ def test_upkeep_runs_by_itself_and_says_what_went_wrong(log: Log, monkeypatch) -
     with pytest.raises(LogCorrupt, match="checksum"):
         upkeep.close()
     upkeep.close()
+
+
+@pytest.mark.parametrize("cold", [False, True])
+def test_what_was_abandoned_stays_so_when_tokens_retire(tmp_path: Path, cold: bool) -> None:
+    """train-4/0 attempt 0 is of abandoned weights, which only its segments tell."""
+    tiny = make.build_log(tmp_path / "log")
+    questions = [
+        f"select rollout_id, attempt, {more} from {view} order by all"
+        for view, more in (("rollouts", "status"), ("rewards", "value"))
+    ]
+    if cold:
+        compact(tiny, everything=True)
+    drop(tiny, 2)
+    shutil.rmtree(tiny.path / "checkpoints/2-2")
+    checkpoint(tiny, 3, epoch=2)
+    before = {e: [run_sql([tiny], q, e) for q in questions] for e in (None, 1, "all")}
+    found = retire(tiny, now=NOW, dry_run=False)
+    assert cold or found["commits"]["segments"] > 3
+    assert {e: [run_sql([tiny], q, e) for q in questions] for e in (None, 1, "all")} == before
+    abandoned = run_sql([tiny], "select rollout_id from segments where abandoned", "all")[1]
+    assert ["train-4/0"] in abandoned
